@@ -1,0 +1,1 @@
+"""Moving local parts between ranks: collectives, plans, and moves that autograd understands."""

@@ -1,0 +1,241 @@
+"""Moves: redistribution of DTensors that autograd understands.
+
+The backward of a move from a to b is the move from dual(b) to dual(a). Two moves that every
+training step makes many times avoid a Python autograd node:
+
+* I to R (a replicated value meets sharded ones) is an alias with a gradient hook that all-reduces.
+  One alias is kept per tensor, so q, k and v share one all-reduce; it is dropped in its backward.
+* P to I is a clone (its backward is the identity) reduced in place.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .._spec import Spec
+from ..placements import AxisTypes, I, P
+from . import record
+from .plan import Plan, plan
+from .steps import AllReduce, Started
+
+if TYPE_CHECKING:
+    from .._tensor import DTensor
+
+_run = torch._C._disabled_torch_function_impl
+_as_subclass = Tensor.as_subclass
+_requires_grad = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_version = Tensor._version.__get__  # type: ignore[attr-defined]
+_grad_enabled = torch.is_grad_enabled
+
+
+def strip(x: DTensor) -> Tensor:
+    """Return the local part as a plain tensor that is connected to the graph of `x`."""
+    return _run(_as_subclass, (), (x, Tensor), {})
+
+
+def needs_grad(x: Tensor) -> bool:
+    """Whether autograd would record what is done with `x` now."""
+    return _grad_enabled() and _run(_requires_grad, (), (x,), {})
+
+
+def run_plan(local: Tensor, steps: Plan) -> Tensor:
+    """Run a plan on plain local data, without autograd."""
+    for step in steps.steps:
+        span = record.begin(type(step).__name__)
+        work, finish = step.start(local)
+        if work is not None:
+            work.wait()
+        local = finish()
+        record.end(span)
+    return local
+
+
+class _Move(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, source: Spec, target: Spec) -> Tensor:
+        ctx.specs = source, target
+        return run_plan(local, plan(source, target.types))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        source, target = ctx.specs
+        return move_local(grad, target.dual, source.dual.types), None, None
+
+
+class _Attach(torch.autograd.Function):
+    """Give a result that was computed outside the graph the backward of the move that made it."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, source: Spec, target: Spec, result: Tensor) -> Tensor:
+        ctx.specs = source, target
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        source, target = ctx.specs
+        return move_local(grad, target.dual, source.dual.types), None, None, None
+
+
+def move_local(local: Tensor, source: Spec, types: AxisTypes) -> Tensor:
+    """Move a plain local tensor from `source` to `types`; differentiable."""
+    if source.types == types:
+        return local
+    steps = plan(source, types)
+    if torch.is_grad_enabled() and local.requires_grad:
+        return _Move.apply(local, source, steps.target)  # type: ignore[no-any-return, no-untyped-call]
+    return run_plan(local, steps)
+
+
+def move(x: DTensor, types: AxisTypes) -> DTensor:
+    """Move a DTensor to other axis types; differentiable. Free where only I and R change and no gradient is needed."""
+    spec = x._spec
+    if spec.types == types:
+        return x
+    steps: Plan = spec.plans.get(types) or plan(spec, types)
+    kind = steps.kind
+    if kind == "general" or not needs_grad(x):
+        local = strip(x)
+        if kind == "relabel" or kind == "cast":
+            y = local
+        elif needs_grad(x):
+            y = _Move.apply(local, spec, steps.target)  # type: ignore[no-untyped-call]
+        else:
+            y = run_plan(local, steps)
+    elif kind == "cast":
+        return _cast(x, types, steps)
+    elif kind == "reduce":
+        y = _reduce(x, steps)
+    else:
+        y = _Move.apply(strip(x), spec, steps.target)  # type: ignore[no-untyped-call]
+    y.__class__ = _dtensor_class()
+    y._spec = steps.target
+    return y
+
+
+class Pending:
+    """A redistribution under way; `wait()` returns the DTensor.
+
+    Made by `DTensor.redistribute(..., async_op=True)`. The last collective of the plan runs while
+    the program goes on; every rank must wait for its pending moves in the same order.
+    """
+
+    def __init__(self, x: DTensor, types: AxisTypes) -> None:
+        self._steps = plan(x._spec, types)
+        self._source = strip(x)
+        self._result: DTensor | None = None
+        self._running: Started | None = None
+        self._span: object | None = None
+        self._local = self._source.detach()
+        self._next = 0
+        self._advance()
+
+    def _advance(self) -> None:
+        """Run up to and including the start of the last collective."""
+        steps = self._steps.steps
+        while self._next < len(steps):
+            span = record.begin(type(steps[self._next]).__name__)
+            work, finish = steps[self._next].start(self._local)
+            self._next += 1
+            if work is not None and self._next == len(steps):
+                self._running, self._span = (work, finish), span
+                return
+            if work is not None:
+                work.wait()
+            self._local = finish()
+            record.end(span)
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._running is None or self._running[0] is None or bool(self._running[0].is_completed())
+
+    def wait(self) -> DTensor:
+        """Return the redistributed tensor; may be called again."""
+        if self._result is None:
+            if self._running is not None:
+                work, finish = self._running
+                if work is not None:
+                    work.wait()
+                self._local, self._running = finish(), None
+                record.end(self._span)
+            source, target = self._steps.source, self._steps.target
+            y = self._local
+            if needs_grad(self._source):
+                y = _Attach.apply(self._source, source, target, y)  # type: ignore[no-untyped-call]
+            elif y is self._source:
+                y = y.detach()
+            y.__class__ = _dtensor_class()
+            y._spec = target  # type: ignore[attr-defined]
+            self._result = y  # type: ignore[assignment]
+            del self._source
+        assert self._result is not None
+        return self._result
+
+
+# ------------------------------------------------------------------ the two cheap moves
+
+
+class _ReduceGradient:
+    """Gradient hook of a cast from I to R: sums the ranks' gradients, and forgets the cast."""
+
+    __slots__ = ("owner", "reducer", "source", "target")
+
+    def __init__(self, owner: weakref.ref[DTensor], steps: Plan) -> None:
+        self.owner = owner
+        self.source, self.target = steps.target.dual, steps.source.dual  # P to I
+        self.reducer = AllReduce(steps.source.mesh, steps.axes)
+
+    def __call__(self, grad: Tensor) -> Tensor:
+        owner = self.owner()
+        if owner is not None:
+            owner.__dict__.pop("_casts", None)
+        if grad.requires_grad:  # create_graph=True: stay differentiable
+            return move_local(grad, self.source, self.target.types)
+        out = grad.clone(memory_format=torch.contiguous_format)
+        self.reducer.run_in_place(out)
+        return out
+
+
+def _cast(x: DTensor, types: AxisTypes, steps: Plan) -> DTensor:
+    casts: dict[AxisTypes, tuple[DTensor, int]] | None = x.__dict__.get("_casts")
+    version = _run(_version, (), (x,), {})
+    if casts is None:
+        casts = x.__dict__["_casts"] = {}
+    else:
+        hit = casts.get(types)
+        if hit is not None and hit[1] == version:
+            return hit[0]
+    y: Any = strip(x)
+    y.register_hook(_ReduceGradient(weakref.ref(x), steps))
+    y.__class__ = _dtensor_class()
+    y._spec = steps.target
+    casts[types] = (y, version)
+    return y  # type: ignore[no-any-return]
+
+
+def _reduce(x: DTensor, steps: Plan) -> Tensor:
+    y: Tensor = _run(Tensor.clone, (), (x,), {"memory_format": torch.contiguous_format})
+    (step,) = steps.steps
+    assert isinstance(step, AllReduce)
+    step.run_in_place(y.detach())
+    return y
+
+
+def reduced_types(types: AxisTypes) -> AxisTypes:
+    """The same layout with pending sums turned into I."""
+    return tuple(I if t == P else t for t in types)
+
+
+_class: type[DTensor] | None = None
+
+
+def _dtensor_class() -> type[DTensor]:
+    global _class
+    if _class is None:
+        from .._tensor import DTensor
+
+        _class = DTensor
+    return _class

@@ -1,0 +1,308 @@
+"""The steps that redistribution plans consist of, on plain local tensors, without autograd.
+
+Each step knows the boxes of all ranks beforehand, so running it is packing, one collective, and
+unpacking. `start` issues the collective and returns its work with a function that finishes the
+step; synchronous callers wait at once, asynchronous ones later.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .._mesh import Axes, MeshInfo
+from .._spec import Box, Spec, chunk
+from .record import begin, end, note
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+Started = tuple[dist.Work | None, Callable[[], Tensor]]
+"""A running collective (None: nothing to wait for) and what to call once it is done."""
+
+
+class Step(Protocol):
+    """One move of local data."""
+
+    def start(self, local: Tensor) -> Started: ...
+
+
+_SENT_AS = {
+    torch.int16: torch.float16, torch.uint16: torch.float16, torch.uint32: torch.int32, torch.uint64: torch.int64,
+    torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8,
+    torch.float8_e4m3fnuz: torch.uint8, torch.float8_e5m2fnuz: torch.uint8,
+}  # fmt: skip
+"""Types that gloo cannot send, and types of the same size that carry their bits."""
+
+_ADDED_AS = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
+"""Types that gloo cannot add, and types that hold their sums."""
+
+
+def _carried(start: Callable[[Tensor], Started], local: Tensor) -> Started:
+    """Send the bits of a tensor whose type the backend cannot send."""
+    dtype = local.dtype
+    work, finish = start(local.view(_SENT_AS[dtype]))
+    return work, lambda: finish().view(dtype)
+
+
+def _added(start: Callable[[Tensor], Started], local: Tensor) -> Started:
+    """Add in a type that the backend can add."""
+    dtype = local.dtype
+    work, finish = start(local.to(_ADDED_AS[dtype]))
+    return work, lambda: finish().to(dtype)
+
+
+def _bytes(t: Tensor) -> int:
+    return t.numel() * t.element_size()
+
+
+def _flat(parts: list[Tensor]) -> Tensor:
+    return torch.cat([p.reshape(-1) for p in parts])
+
+
+def _window(t: Tensor, box: Box, origin: tuple[int, ...]) -> Tensor:
+    """View of the part of `t` (whose first element lies at `origin`) that is `box`."""
+    for dim, (start, length, base) in enumerate(zip(*box, origin, strict=True)):
+        if t.shape[dim] != length:
+            t = t.narrow(dim, start - base, length)
+    return t
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """Common part of two boxes, or None where they share no element."""
+    start = tuple(map(max, a[0], b[0]))
+    end = tuple(min(sa + la, sb + lb) for sa, la, sb, lb in zip(*a, *b, strict=True))
+    length = tuple(e - s for s, e in zip(start, end, strict=True))
+    return (start, length) if all(n > 0 for n in length) else None
+
+
+class Relabel:
+    """Between I and R, or along axes of one rank: the data stay, a new tensor object labels them."""
+
+    def start(self, local: Tensor) -> Started:
+        return None, local.detach
+
+
+class Slice:
+    """I or R to S: keep this rank's block. Nothing is sent."""
+
+    def __init__(self, source: Spec, target: Spec) -> None:
+        self.box = (target.local_offset, target.local_shape)
+        self.origin = source.local_offset
+
+    def start(self, local: Tensor) -> Started:
+        return None, lambda: _window(local, self.box, self.origin).clone(memory_format=torch.contiguous_format)
+
+
+class Pad:
+    """S to P: the block stands among zeros. Nothing is sent."""
+
+    def __init__(self, source: Spec, target: Spec) -> None:
+        self.shape = target.local_shape
+        self.box = (source.local_offset, source.local_shape)
+        self.origin = target.local_offset
+
+    def start(self, local: Tensor) -> Started:
+        def finish() -> Tensor:
+            out = local.new_zeros(self.shape)
+            _window(out, self.box, self.origin).copy_(local)
+            return out
+
+        return None, finish
+
+
+class KeepFirst:
+    """I or R to P: the first rank of the axes keeps the value, the others hold zero."""
+
+    def __init__(self, mesh: MeshInfo, axes: Axes) -> None:
+        self.first = all(mesh.coordinate[a] == 0 for a in axes)
+
+    def start(self, local: Tensor) -> Started:
+        return None, local.clone if self.first else lambda: torch.zeros_like(local)
+
+
+class AllReduce:
+    """P to I or R, over one or several axes at once."""
+
+    def __init__(self, mesh: MeshInfo, axes: Axes) -> None:
+        self.mesh, self.axes = mesh, axes
+        self.group = mesh.group(axes)
+
+    def start(self, local: Tensor) -> Started:
+        if local.dtype in _ADDED_AS:
+            return _added(self.start, local)
+        out = local.clone(memory_format=torch.contiguous_format)
+        return self.start_in_place(out), lambda: out
+
+    def start_in_place(self, out: Tensor) -> dist.Work | None:
+        """Start reducing a contiguous tensor where it lies."""
+        note("all_reduce", _bytes(out), self.mesh, self.axes)
+        work: dist.Work | None = dist.all_reduce(out, group=self.group, async_op=True)
+        return work
+
+    def run_in_place(self, out: Tensor) -> None:
+        """Reduce a contiguous tensor where it lies."""
+        span = begin("AllReduce")
+        work = self.start_in_place(out)
+        if work is not None:
+            work.wait()
+        end(span)
+
+
+class AllGather:
+    """S to I or R: every rank of `axes` receives all blocks."""
+
+    def __init__(self, source: Spec, target: Spec, axes: Axes) -> None:
+        mesh = source.mesh
+        self.mesh, self.axes, self.group, self.num = mesh, axes, mesh.group(axes), mesh.size_of(axes)
+        self.shape, self.origin = target.local_shape, target.local_offset
+        self.boxes = [source.box_of(c) for c in mesh.members(axes)]
+        sizes = [math.prod(shape) for _, shape in self.boxes]
+        self.most = max(sizes)
+        self.sizes = sizes
+        even = len({shape for _, shape in self.boxes}) == 1
+        dims = {t for a, t in enumerate(source.types) if a in axes}
+        dim = next(iter(dims)) if len(dims) == 1 else None
+        ordered = dim is not None and all(
+            prev[0][dim] + prev[1][dim] == here[0][dim] for prev, here in zip(self.boxes, self.boxes[1:], strict=False)
+        )
+        self.concat_dim = dim if even and ordered else None
+
+    def start(self, local: Tensor) -> Started:
+        if local.dtype in _SENT_AS:
+            return _carried(self.start, local)
+        send = local.contiguous()
+        if self.concat_dim is None:
+            send = send.reshape(-1)
+            if send.numel() < self.most:
+                send = torch.cat([send, send.new_zeros(self.most - send.numel())])
+        note("all_gather", _bytes(local), self.mesh, self.axes)
+        if self.concat_dim == 0:
+            out = send.new_empty(self.shape)
+            work = _all_gather(out, send, group=self.group, async_op=True)
+            return work, lambda: out
+        received = send.new_empty((self.num * send.shape[0], *send.shape[1:]) if send.ndim else (self.num,))
+        work = _all_gather(received, send, group=self.group, async_op=True)
+        parts = received.view(self.num, *send.shape)
+        return work, lambda: self._concat(parts) if self.concat_dim is not None else self._assemble(parts)
+
+    def _concat(self, parts: Tensor) -> Tensor:
+        assert self.concat_dim is not None
+        return torch.cat(parts.unbind(0), self.concat_dim)
+
+    def _assemble(self, parts: Tensor) -> Tensor:
+        out = parts.new_empty(self.shape)
+        for part, box, size in zip(parts, self.boxes, self.sizes, strict=True):
+            if size:
+                _window(out, box, self.origin).copy_(part[:size].view(box[1]))
+        return out
+
+
+class Exchange:
+    """S to S over `axes`: each rank sends every other rank the part of its block that belongs there."""
+
+    def __init__(self, source: Spec, target: Spec, axes: Axes) -> None:
+        mesh = source.mesh
+        self.mesh, self.axes, self.group = mesh, axes, mesh.group(axes)
+        self.shape, self.out_origin, self.in_origin = (
+            target.local_shape,
+            target.local_offset,
+            source.local_offset,
+        )
+        mine_in, mine_out = source.box_of(mesh.coordinate), target.box_of(mesh.coordinate)
+        members = mesh.members(axes)
+        self.send = [intersect(mine_in, target.box_of(c)) for c in members]
+        self.receive = [intersect(source.box_of(c), mine_out) for c in members]
+        self.send_sizes = [math.prod(b[1]) if b else 0 for b in self.send]
+        self.receive_sizes = [math.prod(b[1]) if b else 0 for b in self.receive]
+
+    def start(self, local: Tensor) -> Started:
+        if local.dtype in _SENT_AS:
+            return _carried(self.start, local)
+        parts = [_window(local, b, self.in_origin) for b in self.send if b]
+        send = _flat(parts) if parts else local.new_empty(0)
+        received = send.new_empty(sum(self.receive_sizes))
+        note("all_to_all", _bytes(send), self.mesh, self.axes)
+        work = dist.all_to_all_single(
+            received, send, self.receive_sizes, self.send_sizes, group=self.group, async_op=True
+        )
+        return work, lambda: self._assemble(received)
+
+    def _assemble(self, received: Tensor) -> Tensor:
+        out = received.new_empty(self.shape)
+        for part, box in zip(received.split(self.receive_sizes), self.receive, strict=True):
+            if box:
+                _window(out, box, self.out_origin).copy_(part.view(box[1]))
+        return out
+
+
+class ReduceScatter:
+    """P to S over `axes`: each rank receives the sum of its block.
+
+    gloo's own reduce-scatter sends a whole all-reduce and drops most of it, so off NCCL the blocks
+    are exchanged and added here, in rank order.
+    """
+
+    def __init__(self, source: Spec, target: Spec, axes: Axes) -> None:
+        mesh = source.mesh
+        self.mesh, self.axes, self.group, self.num = mesh, axes, mesh.group(axes), mesh.size_of(axes)
+        self.shape, self.origin = target.local_shape, source.local_offset
+        self.boxes = [target.box_of(c) for c in mesh.members(axes)]
+        self.sizes = [math.prod(shape) for _, shape in self.boxes]
+        self.mine = math.prod(self.shape)
+        self.native = mesh.device_type != "cpu"
+        in_place = math.prod(source.local_shape) == sum(self.sizes)
+        dims = {t for a, t in enumerate(target.types) if a in axes}
+        self.contiguous = dims == {0} and in_place and len(axes) == 1
+
+    def start(self, local: Tensor) -> Started:
+        if local.dtype in _ADDED_AS:
+            return _added(self.start, local)
+        note("reduce_scatter", _bytes(local), self.mesh, self.axes)
+        return self._start_native(local) if self.native else self._start_exchange(local)
+
+    def _start_exchange(self, local: Tensor) -> Started:
+        send = local.reshape(-1) if self.contiguous else _flat([_window(local, b, self.origin) for b in self.boxes])
+        received = send.new_empty(self.num * self.mine)
+        work = dist.all_to_all_single(
+            received, send, [self.mine] * self.num, self.sizes, group=self.group, async_op=True
+        )
+        return work, lambda: self._add(received)
+
+    def _add(self, received: Tensor) -> Tensor:
+        first, *rest = received.view(self.num, *self.shape).unbind(0)
+        out = first + rest[0] if rest else first.clone()
+        for part in rest[1:]:
+            out += part
+        return out
+
+    def _start_native(self, local: Tensor) -> Started:
+        most = max(self.sizes)
+        send = local.new_zeros(self.num, most)
+        for row, box, size in zip(send, self.boxes, self.sizes, strict=True):
+            row[:size].view(box[1]).copy_(_window(local, box, self.origin))
+        out = send.new_empty(most)
+        work = _reduce_scatter(out, send.view(-1), group=self.group, async_op=True)
+        return work, lambda: out[: self.mine].view(self.shape)
+
+
+class ReduceExtremum:
+    """Maximum or minimum over `axes`, in place; for rules that need one (softmax, amax)."""
+
+    def __init__(self, mesh: MeshInfo, axes: Axes, op: dist.ReduceOp.RedOpType) -> None:
+        self.mesh, self.axes, self.group, self.op = mesh, axes, mesh.group(axes), op
+
+    def run(self, out: Tensor) -> Tensor:
+        note("all_reduce", _bytes(out), self.mesh, self.axes)
+        dist.all_reduce(out, op=self.op, group=self.group)
+        return out
+
+
+def local_chunk(size: int, mesh: MeshInfo, axis: int) -> tuple[int, int]:
+    """Offset and length of this rank's part of `size` elements cut along one axis."""
+    return chunk(size, mesh.sizes[axis], mesh.coordinate[axis])

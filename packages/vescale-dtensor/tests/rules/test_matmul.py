@@ -1,0 +1,42 @@
+"""Products against one device, under every placement of their operands."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from vescale_testing import cached_mesh
+from vescale_testing.oracle import check_op, random_codes
+
+CASES = {
+    "mm": (torch.mm, [(8, 6), (6, 5)]),
+    "matmul-batched": (torch.matmul, [(4, 3, 5), (4, 5, 6)]),
+    "matmul-broadcast": (torch.matmul, [(2, 1, 3, 5), (4, 5, 6)]),
+    "matmul-vector": (torch.matmul, [(5,), (4, 5, 6)]),
+    "mv": (torch.mv, [(7, 5), (5,)]),
+    "dot": (torch.dot, [(9,), (9,)]),
+    "bmm": (torch.bmm, [(4, 3, 5), (4, 5, 6)]),
+    "rmatmul": (lambda x, y: y.__rmatmul__(x), [(3, 5), (5, 4)]),
+    "linear": (F.linear, [(3, 4, 6), (8, 6)]),
+    "linear-bias": (F.linear, [(3, 4, 6), (8, 6), (8,)]),
+    "addmm": (torch.addmm, [(5,), (8, 6), (6, 5)]),
+    "baddbmm": (torch.baddbmm, [(4, 3, 6), (4, 3, 5), (4, 5, 6)]),
+    "addr": (torch.addr, [(3, 4), (3,), (4,)]),
+    "outer": (torch.outer, [(5,), (7,)]),
+    "einsum-contract": (lambda x, y: torch.einsum("bij,bjk->bik", x, y), [(4, 3, 5), (4, 5, 6)]),
+    "einsum-ellipsis": (lambda x, y: torch.einsum("...ij,...jk->...ik", x, y), [(2, 3, 5), (4, 2, 5, 6)]),
+    "einsum-three": (lambda x, y, z: torch.einsum("ab,bc,cd->ad", x, y, z), [(4, 3), (3, 5), (5, 6)]),
+}
+
+
+@pytest.mark.ranks(4, pool=True)
+@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_product_equals_one_device(case: str, mesh_shape: tuple[int, ...]) -> None:
+    fn, shapes = CASES[case]
+    mesh = cached_mesh(*mesh_shape)
+    generator = torch.Generator().manual_seed(0)
+    args = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+    for codes in random_codes(args, len(mesh_shape), seed=len(case), count=40):
+        check_op(fn, args, codes, mesh)
