@@ -98,7 +98,10 @@ class Server:
             left = deadline - time.monotonic()
             if left <= 0:
                 return None
-            self.conn.poll(left)
+            try:
+                self.conn.poll(left)
+            except OSError:  # closed by us: some test ended this server
+                raise self._died() from None
             self.pump()
         return self.exits[group, rank]
 

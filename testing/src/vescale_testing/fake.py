@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -36,9 +37,11 @@ def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
             f"fake_ranks: this process already is rank {dist.get_rank()} of {dist.get_world_size()} in group "
             f"{dist.get_backend()}; destroy that group first, and do not nest fake_ranks"
         )
+    hook = sys.excepthook  # torch puts its own around it, each time
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
     finally:
+        sys.excepthook = hook
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -234,7 +234,7 @@ def _compare(actual: Any, expected: Any) -> None:
             continue
         assert isinstance(g, DTensor), f"result is {type(g).__name__}, expected a DTensor"
         assert g.dtype == w.dtype, f"dtype {g.dtype}, expected {w.dtype}"
-        whole = g.detach().full_tensor()
+        whole = _whole(g)
         assert whole.shape == w.shape == g.shape, (
             f"shape {tuple(g.shape)} ({tuple(whole.shape)}), expected {tuple(w.shape)}"
         )
@@ -263,15 +263,21 @@ def _compare_gradients(plain: Any, ours: Any, expected: Any, actual: Any) -> Non
     got = torch.autograd.grad([g for _, g in pairs], ours_leaves, cotangents, allow_unused=True)
     for index, (g, w) in enumerate(zip(got, want, strict=True)):
         if w is None or g is None:
-            zero = (g is None or not g.full_tensor().any()) and (w is None or not w.any())
+            zero = (g is None or not _whole(g).any()) and (w is None or not w.any())
             assert zero, f"gradient {index} is {'missing' if g is None else 'not None'}"
             continue
-        whole = g.full_tensor()
+        whole = _whole(g)
         assert whole.shape == w.shape, f"gradient {index}: shape {tuple(whole.shape)}, expected {tuple(w.shape)}"
         try:
             torch.testing.assert_close(whole, w, rtol=1e-6, atol=1e-7, equal_nan=True)
         except AssertionError as error:
             raise AssertionError(f"gradient {index} of {ours_leaves[index].placements}: {error}") from None
+
+
+def _whole(distributed: Any) -> Tensor:
+    """The whole of a DTensor, out of the graph."""
+    whole: Tensor = distributed.detach().full_tensor()
+    return whole
 
 
 __all__ = ["FORMS", "RANDOM", "OpRow", "op_names", "run_opinfo"]

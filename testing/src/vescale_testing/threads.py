@@ -63,6 +63,7 @@ class _ThreadRun:
         native._set_thread_isolation_mode(True)  # each thread has its own table of group names
         threaded.ProcessLocalGroup.reset()
         threaded._install_threaded_pg()
+        hook = sys.excepthook  # every rank's group puts its own around it
         try:
             store = native.HashStore()
             threads = [
@@ -74,6 +75,7 @@ class _ThreadRun:
             self.wait(threads)
         finally:
             self.is_over = True
+            sys.excepthook = hook
             threaded._uninstall_threaded_pg()
             native._set_thread_isolation_mode(False)
         return [self.results[rank] for rank in range(self.world)]
