@@ -56,7 +56,8 @@ def distribute_tensor(
         raise ValueError("tensor is the result of an operation that autograd recorded; pass tensor.detach() or a leaf")
     if tensor.device.type not in (info.device_type, "meta"):
         raise ValueError(
-            f"tensor is on {tensor.device}, the mesh is of {info.device_type!r} devices; move it with tensor.to({info.device_type!r})"
+            f"tensor is on {tensor.device}, the mesh is of {info.device_type!r} devices; "
+            f"move it with tensor.to({info.device_type!r})"
         )
     types = (I,) * info.ndim if placements is None else _types(placements, info, tensor.ndim)
     local = tensor.detach()
@@ -69,7 +70,7 @@ def distribute_tensor(
     local.__class__ = DTensor
     local._spec = source.with_types(types)  # type: ignore[attr-defined]
     if isinstance(tensor, torch.nn.Parameter):
-        local._is_param = True  # type: ignore[attr-defined]
+        local._is_param = True
     return local  # type: ignore[return-value]
 
 
@@ -109,9 +110,9 @@ def from_local(
     spec = spec_of(info, tuple(shape), types)
     if spec.local_shape != tuple(local.shape):
         raise ValueError(
-            f"local_tensor has shape {list(local.shape)}, but rank {dist.get_rank()} at {info.coordinate} of {info!r} holds "
-            f"{list(spec.local_shape)} of a tensor of shape {list(shape)} placed ({short(types)}); parts must be cut as "
-            "torch.chunk cuts: give every rank its chunk, or pass the true global `shape`"
+            f"local_tensor has shape {list(local.shape)}, but rank {dist.get_rank()} at {info.coordinate} of {info!r} "
+            f"holds {list(spec.local_shape)} of a tensor of shape {list(shape)} placed ({short(types)}); parts must be "
+            "cut as torch.chunk cuts: give every rank its chunk, or pass the true global `shape`"
         )
     if run_check:
         _check_agreement(local, info, spec)

@@ -82,12 +82,17 @@ class MeshInfo:
         """Mesh coordinates of the ranks that share all of this rank's other coordinates, in group order."""
         found = self._members.get(axes)
         if found is None:
-            ranges = [range(self.sizes[a]) if a in axes else (self.coordinate[a],) for a in range(self.ndim)]
-            found = self._members[axes] = tuple(itertools.product(*ranges))
+            at = self._ranks_over(axes)
+            found = self._members[axes] = tuple(at[r] for r in dist.get_process_group_ranks(self.group(axes)))
         return found
 
+    def _ranks_over(self, axes: Axes) -> dict[int, tuple[int, ...]]:
+        """Coordinates by rank; a mesh may list its ranks in any order, a group sorts them."""
+        ranges = [range(self.sizes[a]) if a in axes else (self.coordinate[a],) for a in range(self.ndim)]
+        return {int(self.device_mesh.mesh[c]): c for c in itertools.product(*ranges)}
+
     def group(self, axes: Axes) -> dist.ProcessGroup:
-        """Process group of `members(axes)`; rank i of the group has the i-th coordinate."""
+        """Process group of `members(axes)`; rank i of the group is at the i-th coordinate."""
         found = self._groups.get(axes)
         if found is None:
             found = self._groups[axes] = self._make_group(axes)
@@ -97,12 +102,11 @@ class MeshInfo:
     def _make_group(self, axes: Axes) -> dist.ProcessGroup:
         if len(axes) == 1:
             return self.device_mesh.get_group(axes[0])
-        ranks = [int(self.device_mesh.mesh[c]) for c in self.members(axes)]
-        if ranks == list(range(dist.get_world_size())):
-            assert self.world is not None
+        ranks = sorted(self._ranks_over(axes))
+        if len(ranks) == dist.get_world_size() and self.world is not None:
             return self.world
         name = "x".join(self.axis_name(a) for a in axes)
-        return dist.new_group(ranks, use_local_synchronization=True, group_desc=f"vescale_{name}", sort_ranks=False)
+        return dist.new_group(ranks, use_local_synchronization=True, group_desc=f"vescale_{name}")  # type: ignore[no-any-return]
 
 
 def _compare_plugins(mesh: MeshInfo, group: dist.ProcessGroup, axes: Axes) -> None:
@@ -143,6 +147,9 @@ def mesh_info(device_mesh: DeviceMesh) -> MeshInfo:
         )
     info = _known.get(device_mesh)
     if info is None or info.world is not world:  # the process groups were torn down and made anew
+        from ._register import ask_plugins
+
+        ask_plugins()  # no DTensor exists without a mesh, so plugins' rules are there before the first operator
         info = _known[device_mesh] = MeshInfo(device_mesh)
     device_mesh._vescale_info = info  # type: ignore[attr-defined]
     return info

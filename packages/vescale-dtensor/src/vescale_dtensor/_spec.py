@@ -58,6 +58,8 @@ class Spec:
     local_offset: tuple[int, ...]
     even: bool
     "Whether all ranks hold blocks of the same shape."
+    _dual: Spec | None
+    _invariant: Spec | None
     sharded: frozenset[int]
     "Tensor dims that some axis shards."
     cache: dict[Any, Any]

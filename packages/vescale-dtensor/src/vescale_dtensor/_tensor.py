@@ -9,6 +9,7 @@ saved-tensor hooks and optimizers in local mode rely on.
 
 from __future__ import annotations
 
+import copy as copy_module
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
 from ._comm.move import Pending, move, reduced_types, strip
-from ._mesh import mesh_info
+from ._mesh import _restore, mesh_info
 from ._spec import Spec, global_stride, spec_of
 from .placements import AxisTypes, I, P, R, dual, duals, short, to_axis_types, to_placement
 
@@ -69,7 +70,7 @@ class DTensor(torch.Tensor):
 
     ndimension = dim
 
-    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+    def size(self, dim: int | None = None) -> Any:
         """Global size, of all dims or of one."""
         if not _on():
             return _local_size(self) if dim is None else _local_size(self, dim)
@@ -83,7 +84,7 @@ class DTensor(torch.Tensor):
     nelement = numel
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> int:  # type: ignore[override]
         """Bytes of the global tensor."""
         return self.numel() * self.element_size()
 
@@ -93,7 +94,7 @@ class DTensor(torch.Tensor):
             raise TypeError("len() of a 0-d tensor")
         return shape[0]
 
-    def stride(self, dim: int | None = None) -> Any:  # type: ignore[override]
+    def stride(self, dim: int | None = None) -> Any:
         """Stride of the global tensor, were it laid out in memory as the local part is."""
         local = _run(_local_stride, (), (self,), {})
         if _on():
@@ -229,7 +230,7 @@ class DTensor(torch.Tensor):
 
     # ---------------------------------------------------------------- copies, pickles, prints
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         local = _run(Tensor.__repr__, (), (strip(self).detach(),), {})
         grad = ", requires_grad=True" if _run(_requires_grad, (), (self,), {}) else ""
         return (
@@ -255,7 +256,7 @@ class DTensor(torch.Tensor):
         copy = _rebuild(self._spec, *_portrait(self, strip(self).detach().clone()))
         grad = self.grad
         if grad is not None:
-            copy.grad = grad.__deepcopy__(memo)
+            copy.grad = copy_module.deepcopy(grad, memo)
         memo[id(self)] = copy
         return copy
 
@@ -270,18 +271,21 @@ def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 def _portrait(x: DTensor, local: Tensor) -> tuple[Any, ...]:
     """What `_rebuild` needs beside the spec: local data, flags, and the user's own attributes."""
-    own = {k: v for k, v in x.__dict__.items() if k not in ("_spec", "_casts", "_is_param")}
+    own = {k: v for k, v in x.__dict__.items() if k not in ("_spec", "_casts", "_is_param", "_is_grad")}
     return local, _run(_requires_grad, (), (x,), {}), bool(x.__dict__.get("_is_param")), own
 
 
 def _rebuild(spec: Spec, local: Tensor, requires_grad: bool, is_parameter: bool, attributes: dict[str, Any]) -> DTensor:
-    x = local.detach().requires_grad_(requires_grad)
+    x: Any = local.detach().requires_grad_(requires_grad)
     x.__class__ = DTensor
-    x._spec = spec  # type: ignore[attr-defined]
+    x._spec = spec
     if is_parameter:
-        x._is_param = True  # type: ignore[attr-defined]
+        x._is_param = True
     x.__dict__.update(attributes)
-    return x  # type: ignore[return-value]
+    return x  # type: ignore[no-any-return]
+
+
+torch.serialization.add_safe_globals([_rebuild, spec_of, _restore])  # for torch.load(weights_only=True)
 
 
 def make(local: Tensor, spec: Spec) -> DTensor:

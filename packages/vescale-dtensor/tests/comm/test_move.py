@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor import DTensor, Replicate, Shard, Varying, distribute_tensor
 from vescale_dtensor._comm import record
@@ -150,6 +151,27 @@ def test_asynchronous_move(source: str, target: str) -> None:
     torch.testing.assert_close(y.full_tensor(), x, rtol=0, atol=1e-14)
     y.full_tensor().pow(2).sum().backward()
     torch.testing.assert_close(d.grad.full_tensor(), 2 * x, rtol=0, atol=1e-13)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("ranks", [[[3, 1], [0, 2]], [[2, 3], [0, 1]]], ids=str)
+def test_a_mesh_may_list_its_ranks_in_any_order(ranks: list[list[int]]) -> None:
+    mesh = DeviceMesh("cpu", ranks)
+    x = _input((7, 5))
+    for source, target in itertools.product(all_codes(2, 2, partial=True), repeat=2):
+        y = distribute_tensor(x, mesh, placements(source)).redistribute(placements(target))
+        torch.testing.assert_close(y.full_tensor(), x, rtol=0, atol=1e-14)
+
+
+@pytest.mark.ranks(4)
+def test_a_mesh_over_a_part_of_the_world(rank: int) -> None:
+    mesh = DeviceMesh("cpu", [0, 2])
+    if rank not in (0, 2):
+        with pytest.raises(ValueError, match="is not part of the mesh"):
+            distribute_tensor(_input((4, 3)), mesh, placements("S0"))
+        return
+    d = distribute_tensor(_input((4, 3)), mesh, placements("S0"))
+    assert torch.equal(d.full_tensor(), _input((4, 3)))
 
 
 @pytest.mark.ranks(4, pool=True)

@@ -33,6 +33,6 @@ def all_reduce_batch(
         flat = torch.cat([tensors[i].reshape(-1) for i in members])
         note("all_reduce", flat.numel() * flat.element_size(), mesh, wide)
         dist.all_reduce(flat, op=op, group=mesh.group(wide))
-        for i, part in zip(members, flat.split([tensors[i].numel() for i in members]), strict=True):
+        for i, part in zip(members, torch.split(flat, [tensors[i].numel() for i in members]), strict=True):
             out[i] = part.view(tensors[i].shape)
     return out

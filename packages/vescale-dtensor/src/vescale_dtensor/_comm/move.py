@@ -11,6 +11,7 @@ training step makes many times avoid a Python autograd node:
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,14 +33,18 @@ _version = Tensor._version.__get__  # type: ignore[attr-defined]
 _grad_enabled = torch.is_grad_enabled
 
 
+watchers: list[Callable[[], None]] = []
+"""Told of every differentiable move before it is made, so that `explain()` knows what its backward belongs to."""
+
+
 def strip(x: DTensor) -> Tensor:
     """Return the local part as a plain tensor that is connected to the graph of `x`."""
-    return _run(_as_subclass, (), (x, Tensor), {})
+    return _run(_as_subclass, (), (x, Tensor), {})  # type: ignore[no-any-return]
 
 
 def needs_grad(x: Tensor) -> bool:
     """Whether autograd would record what is done with `x` now."""
-    return _grad_enabled() and _run(_requires_grad, (), (x,), {})
+    return _grad_enabled() and bool(_run(_requires_grad, (), (x,), {}))
 
 
 def run_plan(local: Tensor, steps: Plan) -> Tensor:
@@ -82,6 +87,8 @@ class _Attach(torch.autograd.Function):
 
 def move_local(local: Tensor, source: Spec, types: AxisTypes) -> Tensor:
     """Move a plain local tensor from `source` to `types`; differentiable."""
+    if isinstance(local, _dtensor_class()):  # some backwards return a saved input as the gradient of an empty shard
+        local = strip(local)
     if source.types == types:
         return local
     steps = plan(source, types)
@@ -95,25 +102,25 @@ def move(x: DTensor, types: AxisTypes) -> DTensor:
     spec = x._spec
     if spec.types == types:
         return x
+    if watchers:
+        for watch in watchers:
+            watch()
     steps: Plan = spec.plans.get(types) or plan(spec, types)
-    kind = steps.kind
-    if kind == "general" or not needs_grad(x):
-        local = strip(x)
-        if kind == "relabel" or kind == "cast":
-            y = local
-        elif needs_grad(x):
-            y = _Move.apply(local, spec, steps.target)  # type: ignore[no-untyped-call]
-        else:
-            y = run_plan(local, steps)
-    elif kind == "cast":
+    kind, gradients = steps.kind, needs_grad(x)
+    y: Any
+    if kind == "cast" and gradients:
         return _cast(x, types, steps)
-    elif kind == "reduce":
+    if kind == "reduce" and gradients:
         y = _reduce(x, steps)
-    else:
+    elif kind == "alias" or (kind in ("cast", "relabel") and not gradients):
+        y = strip(x)
+    elif gradients:
         y = _Move.apply(strip(x), spec, steps.target)  # type: ignore[no-untyped-call]
+    else:
+        y = run_plan(strip(x), steps)
     y.__class__ = _dtensor_class()
     y._spec = steps.target
-    return y
+    return y  # type: ignore[no-any-return]
 
 
 class Pending:
@@ -186,7 +193,8 @@ class _ReduceGradient:
     def __init__(self, owner: weakref.ref[DTensor], steps: Plan) -> None:
         self.owner = owner
         self.source, self.target = steps.target.dual, steps.source.dual  # P to I
-        self.reducer = AllReduce(steps.source.mesh, steps.axes)
+        assert steps.reducer is not None
+        self.reducer = steps.reducer
 
     def __call__(self, grad: Tensor) -> Tensor:
         owner = self.owner()
@@ -221,6 +229,13 @@ def _reduce(x: DTensor, steps: Plan) -> Tensor:
     (step,) = steps.steps
     assert isinstance(step, AllReduce)
     step.run_in_place(y.detach())
+    source, target = steps.target.dual, steps.source.dual.types  # I to R
+
+    def keep_differentiable(grad: Tensor) -> Tensor | None:
+        """Under create_graph=True the gradient's own gradient is a pending sum, which a clone does not add up."""
+        return move_local(grad, source, target) if grad.requires_grad else None
+
+    y.register_hook(keep_differentiable)  # type: ignore[no-untyped-call]
     return y
 
 

@@ -28,9 +28,12 @@ class Plan:
     steps: tuple[Step, ...]
     """What to run in order; empty where the local data are already right."""
     kind: str
-    """``relabel`` (I, R only), ``cast`` (I to R), ``reduce`` (P to I), else ``general``."""
+    """``alias`` (only axes of one rank change), ``relabel`` (I, R only), ``cast`` (I to R), ``reduce`` (P to I),
+    else ``general``."""
     axes: Axes
     """Axes of more than one rank that change."""
+    reducer: AllReduce | None
+    """What sums the gradients of a ``cast``."""
     gathers: bool
     """Whether sharded data become whole or change dim, which costs communication that a plan may not expect."""
 
@@ -49,11 +52,15 @@ def _make(source: Spec, target: Spec) -> Plan:
     pairs = {(source.types[a], target.types[a]) for a in axes}
     steps = _Planner(source, target).steps
     gathers = any(s >= 0 and t != P for s, t in pairs)
-    return Plan(source, target, tuple(steps), _kind(pairs), axes, gathers)
+    kind = _kind(pairs)
+    reducer = AllReduce(source.mesh, axes) if kind == "cast" else None
+    return Plan(source, target, tuple(steps), kind, axes, reducer, gathers)
 
 
 def _kind(pairs: set[tuple[int, int]]) -> str:
-    if pairs <= {(I, R)} and pairs:
+    if not pairs:
+        return "alias"
+    if pairs == {(I, R)}:
         return "cast"
     if pairs == {(P, I)}:
         return "reduce"

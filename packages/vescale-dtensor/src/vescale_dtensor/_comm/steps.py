@@ -7,6 +7,7 @@ step; synchronous callers wait at once, asynchronous ones later.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Protocol
@@ -41,6 +42,11 @@ _SENT_AS = {
 
 _ADDED_AS = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 """Types that gloo cannot add, and types that hold their sums."""
+
+
+_SUM = dist.AllreduceOptions()
+if hasattr(_SUM, "asyncOp"):
+    _SUM.asyncOp = True
 
 
 def _carried(start: Callable[[Tensor], Started], local: Tensor) -> Started:
@@ -79,6 +85,11 @@ def intersect(a: Box, b: Box) -> Box | None:
     end = tuple(min(sa + la, sb + lb) for sa, la, sb, lb in zip(*a, *b, strict=True))
     length = tuple(e - s for s, e in zip(start, end, strict=True))
     return (start, length) if all(n > 0 for n in length) else None
+
+
+def _in_order(boxes: list[Box], dim: int) -> bool:
+    """Whether the boxes of a group, in group order, follow each other along `dim`."""
+    return all(a[0][dim] + a[1][dim] == b[0][dim] for a, b in itertools.pairwise(boxes))
 
 
 class Relabel:
@@ -142,7 +153,8 @@ class AllReduce:
     def start_in_place(self, out: Tensor) -> dist.Work | None:
         """Start reducing a contiguous tensor where it lies."""
         note("all_reduce", _bytes(out), self.mesh, self.axes)
-        work: dist.Work | None = dist.all_reduce(out, group=self.group, async_op=True)
+        # The group's own method: the wrappers of torch.distributed.all_reduce cost more than the rest of a small cast.
+        work: dist.Work | None = self.group.allreduce([torch.view_as_real(out) if out.is_complex() else out], _SUM)
         return work
 
     def run_in_place(self, out: Tensor) -> None:
@@ -168,10 +180,7 @@ class AllGather:
         even = len({shape for _, shape in self.boxes}) == 1
         dims = {t for a, t in enumerate(source.types) if a in axes}
         dim = next(iter(dims)) if len(dims) == 1 else None
-        ordered = dim is not None and all(
-            prev[0][dim] + prev[1][dim] == here[0][dim] for prev, here in zip(self.boxes, self.boxes[1:], strict=False)
-        )
-        self.concat_dim = dim if even and ordered else None
+        self.concat_dim = dim if even and dim is not None and _in_order(self.boxes, dim) else None
 
     def start(self, local: Tensor) -> Started:
         if local.dtype in _SENT_AS:
@@ -235,7 +244,7 @@ class Exchange:
 
     def _assemble(self, received: Tensor) -> Tensor:
         out = received.new_empty(self.shape)
-        for part, box in zip(received.split(self.receive_sizes), self.receive, strict=True):
+        for part, box in zip(torch.split(received, self.receive_sizes), self.receive, strict=True):
             if box:
                 _window(out, box, self.out_origin).copy_(part.view(box[1]))
         return out
@@ -258,7 +267,7 @@ class ReduceScatter:
         self.native = mesh.device_type != "cpu"
         in_place = math.prod(source.local_shape) == sum(self.sizes)
         dims = {t for a, t in enumerate(target.types) if a in axes}
-        self.contiguous = dims == {0} and in_place and len(axes) == 1
+        self.contiguous = dims == {0} and in_place and len(axes) == 1 and _in_order(self.boxes, 0)
 
     def start(self, local: Tensor) -> Started:
         if local.dtype in _ADDED_AS:

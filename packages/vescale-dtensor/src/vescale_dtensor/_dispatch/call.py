@@ -102,9 +102,8 @@ class Call:
         self.mesh: MeshInfo = first._spec.mesh
         self.specs, self.plain = [], []
         for t in self.operands:
-            ours = isinstance(t, DTensor)
-            self.specs.append(t._spec if ours else replicated(self.mesh, t.shape))
-            self.plain.append(not ours)
+            self.specs.append(t._spec if isinstance(t, DTensor) else replicated(self.mesh, t.shape))
+            self.plain.append(not isinstance(t, DTensor))
         if any(s.mesh is not self.mesh for s in self.specs):
             found = ", ".join(f"{s!r} on {s.mesh!r}" for s in self.specs)
             raise MeshMismatchError(

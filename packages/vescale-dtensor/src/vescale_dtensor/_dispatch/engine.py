@@ -29,6 +29,8 @@ RuleFunction = Callable[[Call], "Rule | None"]
 
 _run = torch._C._disabled_torch_function_impl
 _grad_enabled = torch.is_grad_enabled
+_NOTHING: dict[str, Any] = {}
+base_of: Any = torch._C.TensorBase._base.__get__  # type: ignore[union-attr]
 _LIMIT = 1 << 14
 """Entries per function before its cache is emptied: programs with ever new shapes must not leak."""
 
@@ -40,6 +42,7 @@ class Entry:
     """How to execute one kind of call on this rank."""
 
     __slots__ = (
+        "direct",
         "fast",
         "implicit",
         "inplace",
@@ -55,6 +58,7 @@ class Entry:
         "view",
     )
 
+    name: str
     fast: bool
     "Call the function as it is and label its one result."
     out: Spec | None
@@ -65,6 +69,8 @@ class Entry:
     nested: bool
     local: LocalFunction | None
     rewrite: Rewrite | None
+    direct: Rewrite | None
+    "The rewrite where nothing else is to be done: run it, and label its one result."
     inplace: bool
     plain: bool
     "Whether a plain tensor other than a scalar takes part."
@@ -118,8 +124,13 @@ def _entry(call: Call, answer: Rule, ins: list[AxisTypes], outs: list[AxisTypes]
     localized = answer.localize(in_specs, e.outs) if answer.localize is not None else None
     e.rewrite = localized if isinstance(localized, Rewrite) else None
     e.local = None if isinstance(localized, Rewrite) else localized
-    e.view = answer.view and any(path == e.moves[0][0] and not free for path, _, free in e.moves[:1])
-    e.fast = not (e.moves or e.local or e.rewrite or e.plain or inplace or e.varying) and e.out is not None
+    e.view = answer.view and any(
+        a != b and mesh.sizes[k] > 1 and not {a, b} <= {I, R}
+        for k, (a, b) in enumerate(zip(call.specs[0].types, ins[0], strict=True))
+    )
+    nothing_else = not (e.moves or e.plain or inplace or e.varying) and e.out is not None
+    e.direct = e.rewrite if nothing_else else None
+    e.fast = nothing_else and e.local is None and e.rewrite is None
     return e
 
 
@@ -130,15 +141,15 @@ def execute(e: Entry, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """Run one call by its entry and label the results."""
     if e.fast:
         r = _run(func, (), args, kwargs)
-    elif e.rewrite is not None and not e.moves and not e.plain and not e.varying:
-        r = _run(e.rewrite.function, (), (args[0], *e.rewrite.tail), {})
+    elif e.direct is not None:
+        r = _run(e.direct.function, (), (args[0], *e.direct.tail), _NOTHING)
     else:
         return _execute_general(e, func, args, kwargs)
     if r.__class__ is Tensor:
         if checking:
             check(e.name, r, e.out)
         r.__class__ = DTensor
-        r._spec = e.out
+        r._spec = e.out  # type: ignore[attr-defined]
         return r
     return label(r, e)
 
@@ -180,7 +191,10 @@ def mark_copies(r: Any, name: str) -> Any:
     if not copies_of_views:
         copies_of_views.append(name)
     for item in (r,) if isinstance(r, Tensor) else r:
-        item.__dict__["_copy_of_view"] = name
+        base = _run(base_of, (), (item,), {})
+        for x in (item, base):  # views of the item have its base
+            if x is not None:
+                x.__dict__["_copy_of_view"] = name
     return r
 
 
@@ -188,14 +202,15 @@ def refuse_lost_write(target: Any, writer: str) -> None:
     """Raise if writing into `target` should change another tensor too and would not."""
     if not isinstance(target, DTensor):
         return
-    base = _run(Tensor._base.__get__, (), (target,), {})  # type: ignore[attr-defined]
+    base = _run(base_of, (), (target,), {})
     for x in (target, base):
         made_by = None if x is None else x.__dict__.get("_copy_of_view")
         if made_by is not None:
             raise UnsupportedOperationError(
                 f"{writer} writes into the result of {made_by}, which on one device is a view, but here is a copy: "
-                f"{made_by} had to move the sharded tensor that it views, so the write would not reach that tensor. Assign with "
-                "x[index] = value, or redistribute the tensor first, or clone() the result if the tensor need not change"
+                f"{made_by} had to move the sharded tensor that it views, so the write would not reach that tensor. "
+                "Assign with x[index] = value, or redistribute the tensor first, or clone() the result if the tensor "
+                "need not change"
             )
 
 
@@ -245,9 +260,8 @@ def label(r: Any, e: Entry) -> Any:
         return label_one(r, outs[0], e.name)
     if r is None or not outs:
         return r
-    labelled, it = [], iter(outs)
-    for item in r:
-        labelled.append(label_one(item, next(it), e.name) if isinstance(item, Tensor) else item)
+    it = iter(outs)
+    labelled = [label_one(item, next(it), e.name) if isinstance(item, Tensor) else item for item in r]
     if all(a is b for a, b in zip(labelled, r, strict=True)):
         return r  # keeps named tuples such as torch.return_types.max
     return type(r)(labelled)
@@ -335,7 +349,7 @@ class Cache(dict[Any, Entry]):
         super().__init__()
         Cache.all.append(self)
 
-    __hash__ = object.__hash__
+    __hash__ = object.__hash__  # type: ignore[assignment]
 
 
 def clear_caches() -> None:
@@ -374,7 +388,7 @@ def pointwise_handler(rule: RuleFunction, fallback: Handler, *, inplace: bool = 
             r = _run(func, (), args, kwargs)
             if r.__class__ is Tensor and not checking:
                 r.__class__ = DTensor
-                r._spec = e.out
+                r._spec = e.out  # type: ignore[attr-defined]
                 return r
             return label(r, e)
         return execute(e, func, args, kwargs)
@@ -434,7 +448,7 @@ def keyed_handler(rule: RuleFunction, fallback: Handler, *, inplace: bool = Fals
             r = _run(func, (), args, kwargs)
             if r.__class__ is Tensor and not checking:
                 r.__class__ = DTensor
-                r._spec = e.out
+                r._spec = e.out  # type: ignore[attr-defined]
                 return r
             return label(r, e)
         return execute(e, func, args, kwargs)
@@ -468,12 +482,16 @@ def out_variant(handler: Handler, func: Any, args: tuple[Any, ...], kwargs: dict
     """Handle `out=`: compute, then copy into the given tensors, which keep their layout."""
     rest = dict(kwargs)
     out = rest.pop("out")
-    result = handler(func, args, rest)
+    ours = any(isinstance(t, DTensor) for t in tensors_in(args, rest))
+    result = handler(func, args, rest) if ours else func(*args, **rest)
     targets = list(out) if isinstance(out, list | tuple) else [out]
     results = list(result) if isinstance(result, list | tuple) else [result]
     with torch.no_grad():
         for target, value in zip(targets, results, strict=True):
             if isinstance(target, DTensor):
+                if not isinstance(value, DTensor):
+                    policy.check_plain("out=", tuple(value.shape))
+                    value = tag(value, replicated(target._spec.mesh, value.shape))
                 if target._spec.shape != value._spec.shape:
                     _run(Tensor.resize_, (), (target, value._spec.local_shape), {})
                     target._spec = value._spec

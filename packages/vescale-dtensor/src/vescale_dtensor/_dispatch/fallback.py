@@ -22,7 +22,7 @@ from ..errors import UnsupportedOperationError
 from ..placements import I
 from . import policy
 from .call import Call, function_name
-from .engine import refuse_lost_write, tag
+from .engine import base_of, refuse_lost_write, tag
 
 
 def gather_fallback(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -79,8 +79,10 @@ def write_back(target: DTensor, value: DTensor) -> DTensor:
         raise UnsupportedOperationError(
             f"an in-place operation on {spec!r} gave {value._spec!r}; the shape of the argument cannot change in place"
         )
-    base = _run(Tensor._base.__get__, (), (target,), {})  # type: ignore[attr-defined]
-    kept = reduced_types(spec.types) if base is None else spec.types  # the base of a view goes on holding a pending sum
+    base = _run(base_of, (), (target,), {})
+    # The base of a view goes on holding a pending sum, and so does a gradient that autograd will add to.
+    fixed = base is not None or "_is_grad" in target.__dict__
+    kept = spec.types if fixed else reduced_types(spec.types)
     moved = move(value, kept)
     _run(Tensor.copy_, (), (target, moved), {})
     if kept != spec.types:

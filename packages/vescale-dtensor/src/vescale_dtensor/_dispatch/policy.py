@@ -13,11 +13,14 @@ data (a batch of their own). `parallelize_module` switches to ``"replicate"`` in
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import warnings
 from collections.abc import Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Literal, get_args
+
+import torch
 
 from ..errors import ImplicitCommunicationError, ImplicitCommunicationWarning, PlainTensorError
 from ..placements import short
@@ -117,13 +120,13 @@ def report(function: str, moves: list[tuple[Spec, AxisTypes]], reason: str = "")
         )
 
 
-_LIBRARIES = ("/torch/", "/vescale_dtensor/")
+_LIBRARIES = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, os.path.dirname(__file__)))
 
 
 def _user_frame() -> str:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        if not any(part in frame.f_code.co_filename for part in _LIBRARIES):
+        if not frame.f_code.co_filename.startswith(_LIBRARIES):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}: "
         frame = frame.f_back
     return ""

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from .._tensor import DTensor
+from .._tensor import TABLE, DTensor
 from ..errors import UnsupportedOperationError
 from . import policy
 from .call import function_name
 from .engine import Handler, tensors_in
 from .fallback import enter, gather_fallback, inplace_fallback
-from .table import TABLE, spellings
+from .table import spellings
 
 _RANDOM = frozenset(
     """bernoulli bernoulli_ normal normal_ uniform_ exponential_ cauchy_ log_normal_ geometric_ random_
@@ -39,7 +39,7 @@ def resolve(func: Any) -> Handler:
 
 
 def _entering(func: types.FunctionType) -> Handler:
-    """Handler that runs a Python function of torch; the plain tensors that its body makes are the same on every rank."""
+    """Handler that runs a Python function of torch; plain tensors that its body makes are alike on all ranks."""
     entered = enter(func)
 
     def handler(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -68,6 +68,8 @@ def _resolve_overload(func: Any) -> Handler:
         for spelling in spellings(name):
             if spelling in TABLE:
                 return TABLE[spelling]
+    if "c10d" in namespace:
+        return _refuse_collective
     known = TABLE.get(packet)
     if known is not None:
         return known
@@ -82,7 +84,7 @@ def _resolve_overload(func: Any) -> Handler:
 
 def _refuse_random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     raise UnsupportedOperationError(
-        f"{function_name(func)} draws random numbers and has no sharding rule: each rank would draw numbers of its own. "
+        f"{function_name(func)} draws random numbers and has no sharding rule: each rank would draw its own. "
         "Draw on a replicated tensor's to_local() with equal seeds, or register a rule with register_op"
     )
 

@@ -108,7 +108,7 @@ def _bytes(here: int, to: int, numel: int, ranks: int) -> float:
     if here == to:
         return 0.0
     if here >= 0:
-        return share / ranks if to >= 0 else share  # to P: no message, but everyone then works on the whole
+        return share / ranks if to >= 0 else share + (to == P)  # to P: no message, but everyone then works on the whole
     if here == P:
         return 2 * share  # to S would be half: not counted, or every consumer of a sum would shard it
     return 0.0

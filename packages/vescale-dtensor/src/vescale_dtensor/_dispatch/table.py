@@ -16,16 +16,14 @@ from .._tensor import TABLE
 from .engine import Handler, RuleFunction, keyed_handler, pointwise_handler
 from .fallback import gather_fallback, inplace_fallback
 
-_NAMESPACES: tuple[Any, ...] = (
-    torch, torch._C._VariableFunctions, Tensor, F, torch._C._nn, torch.functional, torch.special, torch.linalg, torch.fft,
-)  # fmt: skip
+_NAMESPACES: tuple[Any, ...] = (torch, torch._C._VariableFunctions, Tensor, F, torch._C._nn, torch.functional)
 
 
 def spellings(name: str) -> list[Any]:
     """All distinct torch callables called `name`; `linalg.x` names one namespace, `get:x` an attribute."""
     if name.startswith("get:"):  # an attribute of tensors, read
         attribute = getattr(Tensor, name[4:], None)
-        return [attribute.__get__] if hasattr(attribute, "__get__") else []
+        return [attribute.__get__] if attribute is not None and hasattr(attribute, "__get__") else []
     if "." in name:
         space, _, name = name.rpartition(".")
         owner = {"nn.functional": F, "Tensor": Tensor, "torch": torch, "_nn": torch._C._nn}.get(space) or getattr(
@@ -33,7 +31,7 @@ def spellings(name: str) -> list[Any]:
         )
         return [getattr(owner, name)] if hasattr(owner, name) else []
     found: list[Any] = []
-    for namespace in _NAMESPACES[:6]:
+    for namespace in _NAMESPACES:
         candidate = getattr(namespace, name, None)
         if callable(candidate) and not any(candidate is f for f in found):
             found.append(candidate)

@@ -38,15 +38,11 @@ def same_spec(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return label_one(_run(func, (), args, kwargs), args[0]._spec)
 
 
-def _base(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _run(func, (), args, kwargs)
-
-
 for _name in _GETTERS.split():
-    _descriptor = getattr(Tensor, _name, None)
+    _descriptor: Any = getattr(Tensor, _name, None)
     if hasattr(_descriptor, "__get__") and not callable(_descriptor):
         TABLE[_descriptor.__get__] = local_attribute
-        TABLE[_descriptor.__set__] = local_attribute  # type: ignore[union-attr]
+        TABLE[_descriptor.__set__] = local_attribute
 register(_METHODS, local_attribute)
-register("get:_base", _base)
+register("get:_base", local_attribute)
 register("detach alias get:data pin_memory", same_spec)

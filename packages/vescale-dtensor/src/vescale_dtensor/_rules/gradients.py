@@ -8,8 +8,7 @@ would see local parts as if they were whole.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +24,9 @@ from .._tensor import TABLE, DTensor
 from ..placements import R
 
 _run = torch._C._disabled_torch_function_impl
+_requires_grad = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_local_backward = torch.autograd.backward
+_engine = torch.autograd.graph._engine_run_backward
 _backward = enter(torch.autograd.backward)  # type: ignore[arg-type]
 _grad = enter(torch.autograd.grad)  # type: ignore[arg-type]
 
@@ -46,9 +48,8 @@ def seed(root: DTensor) -> Tensor:
     spec = root._spec
     if spec.numel != 1:
         raise RuntimeError("grad can be implicitly created only for scalar outputs")
-    first = all(c == 0 for t, c in zip(spec.types, spec.mesh.coordinate, strict=True) if t == R)
-    local = strip(root).detach()
-    return torch.ones_like(local) if first else torch.zeros_like(local)
+    first = R not in spec.types or all(c == 0 for t, c in zip(spec.types, spec.mesh.coordinate, strict=True) if t == R)
+    return _run(torch.ones_like if first else torch.zeros_like, (), (root,), {})  # type: ignore[no-any-return]
 
 
 def local_gradient(grad: Any, spec: Spec) -> Tensor:
@@ -69,28 +70,39 @@ def _seeds(roots: Sequence[Any], grads: list[Any] | None) -> list[Any]:
         if not isinstance(root, DTensor):
             seeds.append(grad.full_tensor() if isinstance(grad, DTensor) else grad)
         elif grad is None:
-            seeds.append(seed(root) if _run(Tensor.requires_grad.__get__, (), (root,), {}) else None)  # type: ignore[attr-defined]
+            seeds.append(seed(root) if _run(_requires_grad, (), (root,), {}) else None)
         else:
             seeds.append(local_gradient(grad, root._spec))
     return seeds
 
 
 def _locals(tensors: Sequence[Any]) -> list[Any]:
-    return [strip(t) if isinstance(t, DTensor) else t for t in tensors]
+    # Checkpoints call backward within backward, where grad mode is off and an alias would lose its graph.
+    with torch.enable_grad():
+        return [strip(t) if isinstance(t, DTensor) else t for t in tensors]
 
 
-@contextlib.contextmanager
-def _as_in_forward() -> Iterator[None]:
+class _as_in_forward:
     """Recomputation of checkpointed parts of a parallelized module runs under the module's policy."""
-    policy.state.inside_modules += policy.state.modules_exist
-    try:
-        yield
-    finally:
-        policy.state.inside_modules -= policy.state.modules_exist
+
+    __slots__ = ("entered",)
+
+    def __enter__(self) -> None:
+        self.entered = policy.state.modules_exist
+        policy.state.inside_modules += self.entered
+
+    def __exit__(self, *_: object) -> None:
+        policy.state.inside_modules -= self.entered
 
 
 def tensor_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """`Tensor.backward`."""
+    if len(args) == 1 and not kwargs and _run(_requires_grad, (), args, {}):
+        # loss.backward(): straight into the engine, which takes a DTensor as the local tensor that it is.
+        seeds = (seed(args[0]),)
+        with _as_in_forward():
+            _engine(args, seeds, False, False, (), allow_unreachable=True, accumulate_grad=True)
+        return
     bound = _bind("self gradient retain_graph create_graph inputs", args, kwargs)
     autograd_backward(
         func,
@@ -109,13 +121,17 @@ def autograd_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     retain = bound.get("retain_graph")
     inputs = bound.get("inputs")
     with _as_in_forward():
-        _backward(_locals(roots), seeds, create if retain is None else retain, create, inputs=_many(inputs))
+        if inputs is None:  # all plain: torch's own function, which is faster than its copy
+            _local_backward(_locals(roots), seeds, create if retain is None else retain, create)
+        else:
+            _backward(_locals(roots), seeds, create if retain is None else retain, create, inputs=_many(inputs))
 
 
 def autograd_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """`torch.autograd.grad`."""
     bound = _bind(
-        "outputs inputs grad_outputs retain_graph create_graph only_inputs allow_unused is_grads_batched materialize_grads",
+        "outputs inputs grad_outputs retain_graph create_graph only_inputs allow_unused is_grads_batched "
+        "materialize_grads",
         args,
         kwargs,
     )
@@ -148,12 +164,17 @@ def get_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return grad
     if grad.__class__ is Tensor:
         tag(grad, x._spec.dual)
+        if R in x._spec.types:
+            grad.__dict__["_is_grad"] = True  # in-place functions leave it pending: autograd adds to it
     return grad
 
 
 def set_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """`x.grad = g`: the gradient is moved to the dual of `x`."""
     x, grad = args
+    if grad is None:
+        _run(func, (), args, kwargs)
+        return
     if isinstance(grad, DTensor) and not isinstance(x, DTensor):
         raise RuntimeError(
             "a DTensor gradient was assigned to a plain tensor; assign grad.full_tensor() or grad.to_local()"
@@ -161,12 +182,16 @@ def set_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if isinstance(grad, DTensor) and grad._spec is not x._spec.dual:
         if grad._spec.shape != x._spec.shape:
             raise RuntimeError(
-                f"assigned grad has data of a different size: {list(grad._spec.shape)} for a tensor of {list(x._spec.shape)}"
+                f"assigned grad has data of a different size: {list(grad._spec.shape)} "
+                f"for a tensor of {list(x._spec.shape)}"
             )
-        grad = move(grad.detach(), x._spec.dual.types)
+        detached: Any = grad.detach()
+        grad = move(detached, x._spec.dual.types)
     elif isinstance(grad, Tensor) and not isinstance(grad, DTensor):
         policy.check_plain("assigning .grad", tuple(grad.shape))
         grad = tag(local_gradient(grad.detach(), x._spec), x._spec.dual)
+    if isinstance(grad, DTensor) and R in x._spec.types:
+        grad.__dict__["_is_grad"] = True
     _run(func, (), (x, grad), kwargs)
 
 
@@ -191,6 +216,6 @@ register("backward", tensor_backward)
 TABLE[torch.autograd.backward] = autograd_backward
 TABLE[torch.autograd.grad] = autograd_grad
 TABLE[Tensor.backward] = tensor_backward
-TABLE[Tensor.grad.__get__] = get_grad  # type: ignore[attr-defined]
-TABLE[Tensor.grad.__set__] = set_grad  # type: ignore[attr-defined]
+TABLE[Tensor.grad.__get__] = get_grad  # type: ignore[union-attr]
+TABLE[Tensor.grad.__set__] = set_grad  # type: ignore[union-attr]
 register("register_hook", register_hook)

@@ -27,9 +27,8 @@ def product_strategies(labels: Sequence[str], out: str, shapes: Sequence[Sequenc
             for lab, s in zip(labels, shapes, strict=True)
         )
         strategies.append(Strategy(ins, (out.index(c) if c in out else P,)))
-    for j in range(len(labels)):
-        strategies.append(Strategy(tuple(P if i == j else R for i in range(len(labels))), (P,), exact=True))
-    return strategies
+    pending = [tuple(P if i == j else R for i in range(len(labels))) for j in range(len(labels))]
+    return strategies + [Strategy(ins, (P,), exact=True) for ins in pending]
 
 
 def _out_shape(labels: Sequence[str], out: str, shapes: Sequence[Sequence[int]]) -> Shape:

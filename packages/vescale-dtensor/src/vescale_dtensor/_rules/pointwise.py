@@ -27,7 +27,7 @@ def broadcast(shapes: Sequence[Sequence[int]]) -> Shape:
     first = shapes[0]
     if all(s == first for s in shapes[1:]):
         return tuple(first)
-    return tuple(torch.broadcast_shapes(*shapes))
+    return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
 
 
 def elementwise_strategies(shapes: Sequence[Sequence[int]], out: Shape, num_outs: int = 1) -> list[Strategy]:
@@ -111,8 +111,9 @@ def conversion_rule(call: Call) -> Rule:
 
 
 _BY_NAME = {
-    "float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16, "long": torch.int64,
-    "int": torch.int32, "short": torch.int16, "char": torch.int8, "byte": torch.uint8, "bool": torch.bool,
+    "float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16,
+    "long": torch.int64, "int": torch.int32, "short": torch.int16, "char": torch.int8,
+    "byte": torch.uint8, "bool": torch.bool,
     "cfloat": torch.complex64, "cdouble": torch.complex128, "chalf": torch.complex32,
 }  # fmt: skip
 
