@@ -1,0 +1,16 @@
+"""Where user code meets autograd below dispatch: custom Functions and hooks of modules.
+
+The engine hands out plain local gradients and local saved tensors. Here they are labelled before
+user code sees them, and what it returns is turned into local parts of the right type again.
+"""
+
+from . import function, module_hooks
+
+
+def install() -> None:
+    """Install both; may be called again."""
+    function.install()
+    module_hooks.install()
+
+
+__all__ = ["install"]

@@ -1,0 +1,158 @@
+"""Every path into torch that does not dispatch raises, or does the right thing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from vescale_dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, implicit_communication
+from vescale_dtensor.errors import UnsupportedOperationError
+from vescale_testing import cached_mesh
+
+
+def _sharded() -> DTensor:
+    return distribute_tensor(torch.arange(8.0), cached_mesh(4), [Shard(0)])
+
+
+REFUSED: dict[str, Callable[[DTensor], Any]] = {
+    "vmap": lambda x: torch.vmap(lambda a: a * 2)(x),
+    "func.vmap": lambda x: torch.func.vmap(lambda a: a * 2)(x),
+    "vmap-captured": lambda x: torch.vmap(lambda a: a * x.sum())(torch.zeros(5)),
+    "func.grad": lambda x: torch.func.grad(lambda a: a.sum())(x),
+    "func.vjp": lambda x: torch.func.vjp(lambda a: a.sum(), x),
+    "func.jvp": lambda x: torch.func.jvp(lambda a: a.sum(), (x,), (x,)),
+    "func.jacrev": lambda x: torch.func.jacrev(lambda a: a * a)(x),
+    "func.jacfwd": lambda x: torch.func.jacfwd(lambda a: a * a)(x),
+    "func.hessian": lambda x: torch.func.hessian(lambda a: (a * a).sum())(x),
+    "functionalize": lambda x: torch.func.functionalize(lambda a: a * 2)(x),
+    "tensor": lambda x: torch.tensor(x),
+    "tensor-list": lambda x: torch.tensor([x[0], x[1]]),
+    "tensor-nested-list": lambda x: torch.tensor([[1.0], [x[1]]]),
+    "as_tensor-list": lambda x: torch.as_tensor([x[0], x[1]]),
+    "as_tensor-dtype": lambda x: torch.as_tensor(x, dtype=torch.float64),
+    "asarray-list": lambda x: torch.asarray([x[0], x[1]]),
+    "new_tensor": lambda x: torch.zeros(1).new_tensor(x),
+    "Variable": lambda x: torch.autograd.Variable(x),
+    "set_": lambda x: torch.zeros(2).set_(x),
+    "set_-ours": lambda x: x.set_(torch.zeros(2)),
+    "to_dlpack": lambda x: torch.utils.dlpack.to_dlpack(x),
+    "__dlpack__": lambda x: x.__dlpack__(),
+    "from_dlpack": lambda x: torch.from_dlpack(x),
+    "numpy": lambda x: x.numpy(),
+    "jit.trace": lambda x: torch.jit.trace(lambda a: a * 2, (x,)),
+    "jit.trace-module": lambda x: torch.jit.trace(_module(x), (torch.zeros(8),)),
+    "to_sparse": lambda x: x.to_sparse(),
+    "sparse_coo": lambda x: torch.sparse_coo_tensor(torch.zeros(1, 2, dtype=torch.long), x, (8,)),
+    "nested_tensor": lambda x: torch.nested.nested_tensor([x, x]),
+    "all_reduce": lambda x: dist.all_reduce(x),
+    "broadcast": lambda x: dist.broadcast(x, 0),
+    "all_gather": lambda x: dist.all_gather([torch.zeros(2)] * 4, x),
+    "all_gather_into": lambda x: dist.all_gather_into_tensor(torch.zeros(8), x),
+    "reduce_scatter": lambda x: dist.reduce_scatter_tensor(torch.zeros(2), x),
+    "all_to_all": lambda x: dist.all_to_all_single(torch.zeros(8), x),
+    "send": lambda x: dist.send(x, 0),
+    "irecv": lambda x: dist.irecv(x, 0),
+    "c10d-op": lambda x: torch.ops._c10d_functional.all_reduce(x, "sum", "0"),
+    "make_dual": lambda x: _dual(x),
+}
+
+
+def _module(x: DTensor) -> nn.Module:
+    module = nn.Module()
+    module.weight = nn.Parameter(x)
+    module.forward = lambda a: a * module.weight  # type: ignore[assignment, operator]
+    return module
+
+
+def _dual(x: DTensor) -> Any:
+    with torch.autograd.forward_ad.dual_level():
+        return torch.autograd.forward_ad.make_dual(x, x)
+
+
+@pytest.mark.ranks(4, pool=True)
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    with implicit_communication("allow"), pytest.raises(UnsupportedOperationError):
+        REFUSED[name](_sharded())
+
+
+@pytest.mark.ranks(4, pool=True)
+def test_plain_tensors_are_not_affected() -> None:
+    x = torch.arange(4.0)
+    assert torch.tensor([1, 2]).tolist() == [1, 2]
+    assert torch.as_tensor([[1.0], [2.0]]).shape == (2, 1)
+    assert torch.asarray([1]).tolist() == [1]
+    assert x.new_tensor([3.0]).tolist() == [3.0]
+    assert torch.vmap(lambda a: a * 2)(x).tolist() == [0, 2, 4, 6]
+    assert torch.func.grad(lambda a: (a * a).sum())(x).tolist() == [0, 2, 4, 6]
+    assert type(torch.autograd.Variable(x)) is torch.Tensor
+    assert torch.from_dlpack(x).tolist() == x.tolist()
+    with torch.device("meta"):
+        assert torch.tensor([1.0]).is_meta
+        assert torch.as_tensor([1.0]).is_meta
+
+
+@pytest.mark.ranks(4, pool=True)
+def test_conversions_that_keep_the_tensor() -> None:
+    x = _sharded()
+    assert torch.as_tensor(x) is x
+    assert isinstance(x.new_tensor([1.0, 2.0]), DTensor)
+
+
+def _scripted(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.tensor([1.0])
+
+
+@pytest.mark.ranks(4, pool=True)
+def test_torchscript_knows_the_wrapped_factory() -> None:
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert torch.jit.script(_scripted)(torch.zeros(1)).item() == 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of Dynamo about itself
+@pytest.mark.fake_ranks(4, ranks=[0])
+def test_compile_runs_dtensors_in_the_interpreter(rank: int) -> None:
+    x = distribute_tensor(torch.arange(8.0), init_device_mesh("cpu", (4,)), [Replicate()])
+    assert torch.compile(lambda a: (a * 2).sum() + 1, backend="eager")(x).item() == 57.0
+    plain = torch.compile(lambda a: a + torch.tensor([1.0, 2.0]), backend="eager", fullgraph=True)
+    assert plain(torch.zeros(2)).tolist() == [1, 2]
+
+
+@pytest.mark.ranks(4, pool=True)
+def test_swap_tensors() -> None:
+    mesh = cached_mesh(4)
+    a, b = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)]), distribute_tensor(torch.ones(3), mesh, [Replicate()])
+    torch.utils.swap_tensors(a, b)
+    assert a.shape == (3,)
+    assert b.shape == (8,)
+    assert b.full_tensor().tolist() == list(range(8))
+
+
+@pytest.mark.ranks(4, pool=True)
+def test_distributed_checkpoint_any_layout_into_any_other(tmp_path: Any) -> None:
+    import torch.distributed.checkpoint as dcp
+    import torch.distributed.checkpoint.api
+
+    mesh = cached_mesh(2, 2)
+    value = torch.arange(35.0).view(7, 5)
+    layouts = [[Shard(0), Shard(1)], [Replicate(), Shard(0)], [Replicate(), Replicate()], [Shard(0), Shard(0)]]
+    for i, source in enumerate(layouts):
+        path = tmp_path / str(i)
+        dcp.save({"w": distribute_tensor(value, mesh, source), "n": 3}, checkpoint_id=path)
+        for target in layouts:
+            state = {"w": distribute_tensor(torch.zeros(7, 5), mesh, target), "n": 0}
+            dcp.load(state, checkpoint_id=path)
+            assert torch.equal(state["w"].full_tensor(), value)  # type: ignore[attr-defined]
+            assert state["n"] == 3
+    with pytest.raises(dcp.api.CheckpointException, match="pending sum"):
+        dcp.save({"w": distribute_tensor(value, mesh, [Partial(), Replicate()])}, checkpoint_id=tmp_path / "p")
