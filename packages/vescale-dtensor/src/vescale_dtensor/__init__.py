@@ -2,29 +2,77 @@
 
 mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 x = distribute_tensor(torch.randn(8, 6), mesh, [Shard(0), Replicate()])
-y = (x @ w).relu().sum()      # the single-device program, on local shards
+y = (x @ w).relu().sum()                        # the single-device program, on local shards
+parallelize_module(model, mesh, "nanogpt")      # an unmodified module, by plan
 """
 
-from . import _methods, _rules
+from . import _guards, _methods, _rules
 from ._api import distribute_tensor
 from ._comm.move import Pending
+from ._dispatch.call import Call, Rewrite, Rule, Strategy
 from ._dispatch.engine import debug_checks
 from ._dispatch.policy import implicit_communication, plain_tensors, set_implicit_communication
+from ._explain import explain
+from ._factories import arange, empty, eye, full, linspace, ones, rand, randint, randn, zeros
+from ._interop import from_torch, to_torch
+from ._local_map import local_map
+from ._modules import parallelize_module, register_plan
+from ._random import random_mode, set_random_mode
+from ._register import register_op
 from ._tensor import DTensor
+from ._visualize import visualize
 from .placements import Partial, Replicate, Shard, Varying
 
 __all__ = [
+    "Call",
     "DTensor",
     "Partial",
     "Pending",
     "Replicate",
+    "Rewrite",
+    "Rule",
     "Shard",
+    "Strategy",
     "Varying",
+    "__version__",
+    "arange",
     "debug_checks",
     "distribute_tensor",
+    "empty",
+    "explain",
+    "eye",
+    "from_torch",
+    "full",
     "implicit_communication",
+    "linspace",
+    "local_map",
+    "ones",
+    "parallelize_module",
     "plain_tensors",
+    "rand",
+    "randint",
+    "randn",
+    "random_mode",
+    "register_op",
+    "register_plan",
     "set_implicit_communication",
+    "set_random_mode",
+    "to_torch",
+    "visualize",
+    "zeros",
 ]
+
+__version__: str
+
+
+def __getattr__(name: str) -> str:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("vescale-dtensor")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 _methods.install()
-del _methods, _rules
+_guards.install()
+del _guards, _methods, _rules

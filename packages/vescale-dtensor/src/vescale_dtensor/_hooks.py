@@ -35,9 +35,7 @@ def collectives() -> Collectives | None:
     """Ask plugins for the object that communicates; None if there is none."""
     answer: Collectives | None = manager().hook.vescale_collectives()
     if answer is not None:
-        check_answer(
-            "vescale_collectives", answer, "all_reduce", "all_gather", "reduce_scatter", "all_to_all"
-        )
+        check_answer("vescale_collectives", answer, "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
     return answer
 
 

@@ -43,7 +43,7 @@ def _unary_method(func: Any, find: Callable[[Any], Any]) -> Callable[..., Any]:
                 r = _run(func, (), (self,), _NOTHING)
                 if r.__class__ is Tensor and not engine.checking:
                     r.__class__ = DTensor
-                    r._spec = e.out
+                    r._spec = e.out  # type: ignore[attr-defined]
                     return r
                 return label(r, e)
         return func(self, **kwargs)
@@ -64,7 +64,7 @@ def _binary_method(func: Any, find: Callable[[Any], Any]) -> Callable[..., Any]:
                 r = _run(func, (), (self, other), _NOTHING)
                 if r.__class__ is Tensor and not engine.checking:
                     r.__class__ = DTensor
-                    r._spec = e.out
+                    r._spec = e.out  # type: ignore[attr-defined]
                     return r
                 return label(r, e)
         return func(self, other, **kwargs)
@@ -81,15 +81,15 @@ def _keyed_method(func: Any, find: Callable[[Any], Any]) -> Callable[..., Any]:
             except TypeError:  # a list among the arguments
                 e = None
             if e is not None:
-                if e.rewrite is not None and not e.moves and not e.plain:
-                    r = _run(e.rewrite.function, (), (self, *e.rewrite.tail), kwargs)
+                if e.direct is not None:
+                    r = _run(e.direct.function, (), (self, *e.direct.tail), _NOTHING)
                 elif e.fast:
                     r = _run(func, (), (self, *args), kwargs)
                 else:
                     return execute(e, func, (self, *args), kwargs)
                 if r.__class__ is Tensor and not engine.checking:
                     r.__class__ = DTensor
-                    r._spec = e.out
+                    r._spec = e.out  # type: ignore[attr-defined]
                     return r
                 return label(r, e)
         return func(self, *args, **kwargs)
@@ -97,9 +97,69 @@ def _keyed_method(func: Any, find: Callable[[Any], Any]) -> Callable[..., Any]:
     return method
 
 
-def _install(names: str, make: Callable[[Any, Callable[[Any], Any]], Callable[..., Any]]) -> None:
+def _getitem_method(handler: Callable[..., Any]) -> Callable[..., Any]:
+    func = Tensor.__getitem__
+
+    def __getitem__(self: DTensor, index: Any) -> Any:
+        if _on() and not _num_modes():
+            return handler(func, (self, index), _NOTHING)
+        return func(self, index)
+
+    return __getitem__
+
+
+def _backward_method(handler: Callable[..., Any]) -> Callable[..., None]:
+    func: Any = Tensor.backward
+
+    def backward(
+        self: DTensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+    ) -> None:
+        simple = gradient is None and retain_graph is None and not create_graph and inputs is None
+        if simple and _on() and not _num_modes():
+            handler(func, (self,), _NOTHING)
+        else:
+            func(self, gradient, retain_graph, create_graph, inputs)
+
+    backward.__doc__ = func.__doc__
+    return backward
+
+
+def _install_attributes() -> None:
+    """`dtype`, `device` and `requires_grad`: a getter through `__torch_function__` costs twice as much."""
+    for name in ("dtype", "device", "requires_grad"):
+        attribute = getattr(Tensor, name)
+        setattr(DTensor, name, property(*_accessors(attribute.__get__, attribute.__set__), doc=attribute.__doc__))
+
+
+def _accessors(read: Any, write: Any) -> tuple[Callable[[DTensor], Any], Callable[[DTensor, Any], None]]:
+    def get(self: DTensor) -> Any:
+        return read(self) if _num_modes() else _run(read, (), (self,), _NOTHING)
+
+    def set_(self: DTensor, value: Any) -> None:
+        write(self, value)
+
+    return get, set_
+
+
+def _dispatched(name: str, args: tuple[Any, ...]) -> Any:
+    """The function that torch hands to `__torch_function__` when method `name` is called: `add` for `__add__`."""
+    seen: list[Any] = []
+
+    class Probe(Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append((func, len(args), bool(kwargs)))
+            return args[0]
+
+    probe = torch.ones(2, 2, dtype=torch.bool).as_subclass(Probe)
+    getattr(Tensor, name)(probe, *args)
+    func, num_args, has_kwargs = seen[0]
+    return func if num_args == 1 + len(args) and not has_kwargs else None
+
+
+def _install(names: str, make: Callable[[Any, Callable[[Any], Any]], Callable[..., Any]], *args: Any) -> None:
     for name in names.split():
-        func = getattr(Tensor, name)
+        func = _dispatched(name, args) if args or make is _unary_method else getattr(Tensor, name)
         cache = getattr(TABLE.get(func), "cache", None)
         if cache is None:
             continue  # no rule is registered for it: nothing to be quick about
@@ -111,8 +171,11 @@ def _install(names: str, make: Callable[[Any, Callable[[Any], Any]], Callable[..
 def install() -> None:
     """Put the overrides on the class; called once, after all rules are registered."""
     _install(_UNARY, _unary_method)
-    _install(_BINARY, _binary_method)
+    _install(_BINARY, _binary_method, torch.ones(2, 2, dtype=torch.bool))
     _install(_KEYED, _keyed_method)
+    DTensor.__getitem__ = _getitem_method(TABLE[Tensor.__getitem__])  # type: ignore[method-assign]
+    DTensor.backward = _backward_method(TABLE[Tensor.backward])  # type: ignore[method-assign]
+    _install_attributes()
 
 
 __all__ = ["install"]

@@ -127,9 +127,7 @@ class Collectives(Protocol):
     indices of mesh axes; several of them count as one flat group, the first varying slowest.
     """
 
-    def all_reduce(
-        self, tensors: Sequence[torch.Tensor], mesh: DeviceMesh, axes: tuple[int, ...], op: str
-    ) -> Waitable:
+    def all_reduce(self, tensors: Sequence[torch.Tensor], mesh: DeviceMesh, axes: tuple[int, ...], op: str) -> Waitable:
         """Reduce in place; `op` is "sum", "avg", "min", "max" or "product"."""
 
     def all_gather(

@@ -1,0 +1,49 @@
+"""Checking that all ranks hold the same plain data, by comparing digests: one small collective.
+
+Plain tensors are taken as the same on every rank. That is the user's claim; the commonest way to break
+it is to give each rank a batch, or a seed, of its own, and every number would then be silently wrong.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Mapping
+
+import torch.distributed as dist
+from torch import Tensor
+
+from .._mesh import MeshInfo
+
+
+def digest(tensor: Tensor) -> str:
+    """Return a text that equals for equal tensors: shape, dtype and a hash of the data."""
+    described = f"{list(tensor.shape)} {tensor.dtype}"
+    if tensor.is_meta or tensor.layout.__repr__() != "torch.strided":
+        return described
+    data = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
+    num_bytes = data.numel() * data.element_size()
+    content = (ctypes.c_char * num_bytes).from_address(data.data_ptr()) if num_bytes else b""
+    return f"{described} {hashlib.blake2b(content, digest_size=12).hexdigest()}"
+
+
+def disagreements(mesh: MeshInfo, mine: Mapping[str, str]) -> dict[str, list[tuple[tuple[int, ...], str]]]:
+    """Compare texts over the mesh, of which every rank must call this.
+
+    Returns:
+        For each key on which ranks differ, what the rank at each mesh coordinate has.
+    """
+    if mesh.size == 1:
+        return {}
+    axes = tuple(range(mesh.ndim))
+    group = mesh.group(axes)
+    if dist.get_backend(group) == "fake":  # nobody answers there
+        return {}
+    said: list[dict[str, str]] = [{}] * mesh.size
+    dist.all_gather_object(said, dict(mine), group=group)
+    keys = dict.fromkeys(k for one in said for k in one)
+    return {
+        key: [(c, one.get(key, "nothing")) for c, one in zip(mesh.members(axes), said, strict=True)]
+        for key in keys
+        if len({one.get(key) for one in said}) > 1
+    }

@@ -1,0 +1,193 @@
+"""`register_op`: sharding rules for operators that this package does not know."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch._library.custom_ops import CustomOpDef
+from torch.utils._pytree import tree_map
+
+from ._comm.move import strip
+from ._dispatch.call import Call, Localized, Rewrite, Rule, function_name
+from ._dispatch.engine import Handler, RuleFunction, clear_caches, keyed_handler, tensors_in
+from ._dispatch.fallback import gather_fallback
+from ._spec import Spec
+from ._tensor import TABLE, DTensor
+from .errors import UnsupportedOperationError
+
+_plugins_asked = False
+
+
+def register_op(fn: Any, rule: RuleFunction) -> Any:
+    """Add a sharding rule for a custom operator.
+
+    A rule is a function `Call -> Rule | None` that reasons about one mesh axis: which placements of the
+    operands give which placements of the results when the operator runs on local parts. "All replicated"
+    is always added; None falls back to gathering the operands, which is reported as implicit
+    communication.
+
+    Args:
+        fn: what the user calls: a `torch.ops` operator or one of its overloads, an object made by
+            `torch.library.custom_op`, `apply` of a `torch.autograd.Function`, a function of torch, or any
+            Python function of tensors (a Triton wrapper).
+        rule: the sharding rule.
+
+    Returns:
+        What to call: `fn` itself, except for a Python function outside torch, which torch cannot dispatch:
+        there a wrapper, that must be used in place of `fn`.
+
+    Raises:
+        TypeError: `fn` is none of these.
+        ValueError: it has a rule already, or it changes arguments other than the first.
+
+    >>> def rowwise(call):
+    ...     return Rule([call.shape], [Strategy((0,), (0,))])
+    >>> my_op = register_op(my_op, rowwise)  # doctest: +SKIP
+    """
+    if not callable(rule):
+        raise TypeError(f"rule must be a function Call -> Rule | None, got {type(rule).__name__}")
+    if isinstance(fn, CustomOpDef):
+        _enter_overloads(fn._opoverload.overloadpacket, rule)
+        return fn
+    if isinstance(fn, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        _enter_overloads(fn, rule)
+        return fn
+    owner = getattr(fn, "__self__", None)
+    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+        if isinstance(owner.__dict__.get("apply"), staticmethod):
+            raise ValueError(f"{owner.__name__}.apply has a rule already")
+        wrapper = _dispatching(fn, rule, f"{owner.__name__}.apply")
+        owner.apply = staticmethod(wrapper)  # type: ignore[method-assign]
+        return wrapper
+    if not callable(fn):
+        raise TypeError(f"fn must be something that a user calls, got {type(fn).__name__}")
+    if (getattr(fn, "__module__", None) or "torch").split(".")[0] == "torch":
+        _enter(fn, keyed_handler(_on_plain_tensors(rule), gather_fallback))
+        return fn
+    if not isinstance(fn, types.FunctionType | functools.partial) and not hasattr(fn, "__call__"):  # noqa: B004
+        raise TypeError(f"fn must be an operator or a function, got {type(fn).__name__}")
+    return _dispatching(fn, rule, function_name(fn))
+
+
+def _enter(func: Any, handler: Handler) -> None:
+    known = TABLE.get(func)
+    if known is not None and (hasattr(known, "cache") or func in _registered):
+        raise ValueError(f"{function_name(func)} has a sharding rule already; rules cannot be replaced")
+    _registered.add(func)
+    TABLE[func] = handler
+    clear_caches()
+
+
+_registered: set[Any] = set()
+
+
+def _enter_overloads(op: Any, rule: RuleFunction) -> None:
+    packet = op.overloadpacket if isinstance(op, torch._ops.OpOverload) else op
+    overloads = [getattr(packet, name) for name in packet.overloads()]
+    if op is not packet and len(overloads) > 1:
+        targets = [op]
+        schemas = [op._schema]
+    else:
+        targets = [packet, *overloads]
+        schemas = [o._schema for o in overloads]
+    changed = {
+        i for s in schemas for i, a in enumerate(s.arguments) if a.alias_info is not None and a.alias_info.is_write
+    }
+    if changed - {0}:
+        raise ValueError(
+            f"{packet} changes its arguments {sorted(changed)}; a rule can describe "
+            f"an operator that changes nothing, or only its first "
+            "argument. Wrap the call in local_map instead"
+        )
+    if changed:
+        handler = keyed_handler(rule, _refuse, inplace=True)
+    else:
+        handler = keyed_handler(_on_plain_tensors(rule), gather_fallback)
+    for target in targets:
+        _enter(target, handler)
+
+
+def _on_plain_tensors(rule: RuleFunction) -> RuleFunction:
+    """Hand the operator aliases of its arguments that are plain tensors.
+
+    What it saves for its backward then comes back plain, as the gradients there are. The arguments
+    themselves would come back as DTensors.
+    """
+
+    def plain_rule(call: Call) -> Rule | None:
+        answer = rule(call)
+        if answer is None:
+            return None
+        inner = answer.localize
+
+        def localize(ins: list[Spec], outs: list[Spec]) -> Localized:
+            found = inner(ins, outs) if inner is not None else None
+
+            def local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+                args, kwargs = tree_map(_plain, (args, kwargs))
+                if isinstance(found, Rewrite):
+                    return found.function(args[0], *found.tail)
+                return func(*args, **kwargs) if found is None else found(func, args, kwargs)
+
+            return local
+
+        return replace(answer, localize=localize)
+
+    return plain_rule
+
+
+def _plain(value: Any) -> Any:
+    return strip(value) if isinstance(value, DTensor) else value
+
+
+def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise UnsupportedOperationError(
+        f"{func} changes its first argument, and its rule has no answer for "
+        f"these placements; redistribute the arguments first"
+    )
+
+
+def _dispatching(fn: Callable[..., Any], rule: RuleFunction, name: str) -> Callable[..., Any]:
+    """A function that goes by the rule where a DTensor is among its arguments."""
+    handler = keyed_handler(_on_plain_tensors(rule), gather_fallback)
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if torch._C._is_torch_function_enabled() and any(isinstance(t, DTensor) for t in tensors_in(args, kwargs)):
+            return handler(fn, args, kwargs)
+        return fn(*args, **kwargs)
+
+    wrapper.__name__ = wrapper.__qualname__ = name
+    wrapper.__doc__ = getattr(fn, "__doc__", None)
+    return wrapper
+
+
+class _Registry:
+    """What plugins get."""
+
+    def register(self, fn: Any, rule: RuleFunction) -> None:
+        """Add a rule; see `register_op`."""
+        if register_op(fn, rule) is not fn and not isinstance(getattr(fn, "__self__", None), type):
+            raise TypeError(
+                f"{function_name(fn)} is a Python function that torch cannot dispatch; decorate it with "
+                "vescale_dtensor.register_op where it is defined, or make it a torch.library.custom_op"
+            )
+
+
+def ask_plugins() -> None:
+    """Let plugins register rules, once."""
+    global _plugins_asked
+    if _plugins_asked:
+        return
+    _plugins_asked = True
+    try:
+        from ._hooks import register_ops
+
+        register_ops(_Registry())
+    except BaseException:
+        _plugins_asked = False  # it fails again at the next use, rather than leaving rules out quietly
+        raise
