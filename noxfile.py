@@ -73,9 +73,7 @@ def plugins(session: nox.Session, pluggy: str) -> None:
     """Try broken, old and new toy plugins with the oldest and the newest pluggy."""
     install(session, TEST_TOOLS, editable(*PACKAGES, testing=True), ["--upgrade", pluggy])
     session.run("python", "-c", "import pluggy; print('pluggy', pluggy.__version__)")
-    files = sorted(ROOT.glob("packages/*/tests/test_plugins.py")) + sorted(
-        ROOT.glob("packages/*/tests/test_hooks.py")
-    )
+    files = sorted(ROOT.glob("packages/*/tests/test_plugins.py")) + sorted(ROOT.glob("packages/*/tests/test_hooks.py"))
     session.run("python", "-m", "pytest", *map(str, files), *session.posargs, env=ENVIRONMENT)
 
 
@@ -106,9 +104,7 @@ def build_all(session: nox.Session) -> None:
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)
     for folder in FOLDERS.values():
-        session.run(
-            "python", "-m", "build", "--no-isolation", "--outdir", str(dist), str(folder), silent=True
-        )
+        session.run("python", "-m", "build", "--no-isolation", "--outdir", str(dist), str(folder), silent=True)
     session.run("python", "tools/check_distributions.py", str(dist))
 
 
@@ -118,7 +114,7 @@ def bench(session: nox.Session) -> None:
     install(session, ["numpy>=1.26"], editable(*PACKAGES, testing=True))
     results = ROOT / "bench-results"
     results.mkdir(exist_ok=True)
-    for script in sorted((ROOT / "benchmarks").glob("*.py")):
+    for script in sorted((ROOT / "benchmarks").glob("[!_]*.py")):
         if session.posargs and script.stem not in session.posargs:
             continue
         rows = results / f"{script.stem}.json"
@@ -131,9 +127,7 @@ def editable(*packages: str, testing: bool = False) -> list[str]:
     return ["--no-build-isolation", *(part for folder in folders for part in ("-e", str(folder)))]
 
 
-def install(
-    session: nox.Session, *commands: list[str], files: list[Path] | None = None, torch: bool = True
-) -> None:
+def install(session: nox.Session, *commands: list[str], files: list[Path] | None = None, torch: bool = True) -> None:
     """Run `pip install` with the arguments of each command, unless exactly this is installed already."""
     pyprojects = [*ROOT.glob("packages/*/pyproject.toml"), ROOT / "testing" / "pyproject.toml"]
     in_place = any("-e" in command for command in commands)

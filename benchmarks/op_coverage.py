@@ -78,8 +78,9 @@ def markdown(rows: list[OpRow], form: str, mesh: tuple[int, ...]) -> str:
     lines = [
         "# Operator coverage",
         "",
-        f"`python benchmarks/op_coverage.py --form {form} --mesh {','.join(map(str, mesh))}`: OpInfo samples of torch.testing with "
-        "random placements (S, replicated, varying, partial) per mesh axis, float64, results and gradients against one device.",
+        f"`python benchmarks/op_coverage.py --form {form} --mesh {','.join(map(str, mesh))}`: OpInfo samples of "
+        "torch.testing with random placements (S, replicated, varying, partial) per mesh axis, float64, results and "
+        "gradients against one device.",
         "*distributed*: no sharded data were gathered. *refused*: one of this project's errors, which say what to do.",
         "",
         "| | |",

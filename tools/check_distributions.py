@@ -19,9 +19,7 @@ def wheel_problems(wheel: Path, package: str) -> list[str]:
     """List the files of a wheel that are missing or should not be there."""
     names = set(zipfile.ZipFile(wheel).namelist())
     info = next(name.partition("/")[0] for name in sorted(names) if ".dist-info/" in name)
-    metadata = {
-        f"{info}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")
-    }
+    metadata = {f"{info}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")}
     required = metadata | {f"vescale_{package}/{name}" for name in MODULES}
     allowed = rf"vescale_{package}/([a-z0-9_]+/)*([a-z0-9_]+\.py|py\.typed)"
     return compare(wheel, names, required, allowed)

@@ -8,9 +8,7 @@ import sys
 
 def main(package: str) -> str | None:
     """Return what is wrong, or None."""
-    found = sorted(
-        {dist.name for dist in importlib.metadata.distributions() if dist.name.startswith("vescale")}
-    )
+    found = sorted({dist.name for dist in importlib.metadata.distributions() if dist.name.startswith("vescale")})
     if found != [f"vescale-{package}"]:
         return f"expected vescale-{package} alone, found {', '.join(found) or 'no vescale package'}"
     print(f"vescale-{package} is installed, and none of its siblings")

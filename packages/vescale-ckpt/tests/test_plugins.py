@@ -178,9 +178,7 @@ def test_several_plugins_may_share_a_hook_with_arguments(install: Install, hook:
         call(hook)
 
 
-def test_the_fingerprint_tells_plugins_and_versions_apart(
-    install: Install, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_fingerprint_tells_plugins_and_versions_apart(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     without = plugins.fingerprint()
     install("toy", implementation(HOOK, ARGUMENTS))
     old = plugins.fingerprint()
@@ -254,9 +252,7 @@ def test_the_command_line_lists_plugins(install: Install, capsys: pytest.Capture
     assert lines[-1] == f"switched off by {plugins.OFF}: {', '.join(sorted(FIVE))}"
 
 
-def test_the_command_line_reports_a_broken_plugin(
-    install: Install, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_line_reports_a_broken_plugin(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
     install("toy", "raise ValueError('half a plugin')")
     assert main.main(["plugins"]) == 1
     assert "half a plugin" in capsys.readouterr().err
