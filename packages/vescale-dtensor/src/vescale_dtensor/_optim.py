@@ -80,8 +80,12 @@ def local_step(step: Callable[..., Any]) -> Callable[..., Any]:
             if work.pending or work.foreign:
                 _align(type(self).__name__, work)
             with _Disabled():
+                for t in work.internal:
+                    t.__class__ = Tensor
                 step(self)
         finally:
+            for t in work.internal:
+                t.__class__ = DTensor
             for p, grad in work.restore:
                 _run(_set_grad, (), (p, grad), {})
             if work.unlabelled:
@@ -95,13 +99,16 @@ def local_step(step: Callable[..., Any]) -> Callable[..., Any]:
 class _Work:
     """What stands between a step and its local parts."""
 
-    __slots__ = ("foreign", "pending", "restore", "unlabelled")
+    __slots__ = ("foreign", "internal", "pending", "restore", "unlabelled")
 
     def __init__(self) -> None:
         self.pending: list[tuple[DTensor, Tensor]] = []
         """Parameters with gradients that lie otherwise."""
         self.foreign: list[tuple[DTensor, dict[str, Any], str]] = []
         """State tensors that lie otherwise than their parameter, or are plain."""
+        self.internal: list[Any] = []
+        """State and gradients: plain during the step, for torch takes lists of exact tensors much faster. Parameters
+        stay what they are: another thread may look at one, and must not see its part as the whole."""
         self.restore: list[tuple[DTensor, Tensor]] = []
         """Gradients to put back after the step."""
         self.unlabelled: list[DTensor] = []
@@ -119,6 +126,8 @@ def _look(optimizer: torch.optim.Optimizer, parameters: list[DTensor], work: _Wo
                 simple = spec.cache[_SIMPLE] = _check_parameter(spec, optimizer)
             if not simple or (grad.__class__ is DTensor and grad._spec is not spec):
                 work.pending.append((p, grad))
+            elif grad.__class__ is DTensor:
+                work.internal.append(grad)
     state: Any = optimizer.state
     for p, held in state.items():  # a lookup per parameter would hash tensors, which is slower than all of this
         if p.__class__ is DTensor:
@@ -127,7 +136,9 @@ def _look(optimizer: torch.optim.Optimizer, parameters: list[DTensor], work: _Wo
                 work.unlabelled.append(p)
             for name, value in held.items():
                 if value.__class__ is DTensor:
-                    if value._spec is not spec:
+                    if value._spec is spec:
+                        work.internal.append(value)
+                    else:
                         work.foreign.append((p, held, name))
                 elif value is None:
                     work.unlabelled.append(p)

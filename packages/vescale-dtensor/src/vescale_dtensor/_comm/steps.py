@@ -276,7 +276,10 @@ class ReduceScatter:
         return self._start_native(local) if self.native else self._start_exchange(local)
 
     def _start_exchange(self, local: Tensor) -> Started:
-        send = local.reshape(-1) if self.contiguous else _flat([_window(local, b, self.origin) for b in self.boxes])
+        if self.contiguous:
+            send = local.contiguous().view(-1)  # reshape(-1) would keep the stride of a 1-d tensor
+        else:
+            send = _flat([_window(local, b, self.origin) for b in self.boxes])
         received = send.new_empty(self.num * self.mine)
         work = dist.all_to_all_single(
             received, send, [self.mine] * self.num, self.sizes, group=self.group, async_op=True

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from .._dispatch import engine
 from .._dispatch.call import Call, LocalFunction, Rule, Strategy
-from .._dispatch.engine import NoRule, execute, keyed_handler, label, miss
+from .._dispatch.engine import NoRule, execute, keyed_handler, miss
 from .._dispatch.fallback import gather_fallback
 from .._dispatch.table import register, spellings
 from .._spec import Spec
@@ -138,17 +139,19 @@ _find = _by_rule.cache.get  # type: ignore[attr-defined]
 
 def embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`F.embedding`; the plain lookup becomes `torch.embedding`, whose arguments make a cheap key."""
-    padding = kwargs.get("padding_idx")
     if len(args) != 2 or kwargs.get("max_norm") is not None or kwargs.get("scale_grad_by_freq") or kwargs.get("sparse"):
         return _by_rule(func, args, kwargs)
     index, weight = args
+    padding = kwargs.get("padding_idx")
     padding = -1 if padding is None else _padding(padding, weight.shape[0], functional=True)
-    native = (weight, index, padding, False, False)
     if index.__class__ is DTensor and weight.__class__ is DTensor:
         e = _find((weight._spec, index._spec, padding, False, False))
-        if e is not None and e.fast:
-            return label(_run(torch.embedding, (), native, _NOTHING), e)
-    return _by_rule(torch.embedding, native, {})
+        if e is not None and e.fast and not engine.checking:
+            r = _run(torch.embedding, (), (weight, index, padding, False, False), _NOTHING)
+            r.__class__ = DTensor
+            r._spec = e.out
+            return r
+    return _by_rule(torch.embedding, (weight, index, padding, False, False), {})
 
 
 for _function in spellings("embedding"):

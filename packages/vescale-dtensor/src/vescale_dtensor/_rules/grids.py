@@ -33,6 +33,7 @@ def meshgrid_rule(call: Call) -> Rule | None:
     return Rule([tuple(shape)] * num, strategies)
 
 
+_meshgrid: Any = torch._C._VariableFunctions.meshgrid  # type: ignore[attr-defined]
 _by_rule = keyed_handler(meshgrid_rule, gather_fallback)
 
 
@@ -40,8 +41,8 @@ def meshgrid(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`torch.meshgrid(*tensors, indexing=...)`, with the tensors one by one or in one list."""
     tensors = args[0] if len(args) == 1 and isinstance(args[0], list | tuple) else args
     kwargs = {k: v for k, v in kwargs.items() if v is not None}
-    return _by_rule(torch._C._VariableFunctions.meshgrid, (tuple(tensors),), kwargs)
+    return _by_rule(_meshgrid, (tuple(tensors),), kwargs)
 
 
 TABLE[torch.functional.meshgrid] = TABLE[torch.meshgrid] = meshgrid
-TABLE[torch._C._VariableFunctions.meshgrid] = _by_rule
+TABLE[_meshgrid] = _by_rule

@@ -8,6 +8,7 @@ communicated is two or three numbers per token, and nothing in the backward pass
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from .._comm.steps import AllReduce, ReduceExtremum
 from .._dispatch.call import Call, LocalFunction, Rule, Shape, Strategy
-from .._dispatch.engine import keyed_handler
+from .._dispatch.engine import Cache, Entry, Handler, NoRule, execute, keyed_handler, miss, remember
 from .._dispatch.fallback import gather_fallback
 from .._mesh import Axes, MeshInfo
 from .._spec import Spec
@@ -27,6 +28,7 @@ from ..errors import UnsupportedOperationError
 from ..placements import I, P, R
 
 _run = torch._C._disabled_torch_function_impl
+_nll_loss_forward = torch.ops.aten.nll_loss_forward.default
 _CROSS_ENTROPY = "input target weight size_average ignore_index reduce reduction label_smoothing"
 _NLL = "input target weight size_average ignore_index reduce reduction"
 
@@ -276,12 +278,20 @@ def _constant(weight: Tensor, task: _Task) -> Tensor:
     return weight.detach()
 
 
+_NARROW = (torch.float16, torch.bfloat16)
+
+
 def _local_loss(task: _Task, names: str) -> LocalFunction:
     order = names.split()[:3]
+    usual = _usual_loss(task)
 
     def local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         logits: Any
         target: Any
+        if usual is not None and len(args) == 2 and kwargs.get("weight") is None:
+            loss = usual(*args)
+            if loss is not None:
+                return loss
         logits, target, weight = (args[i] if len(args) > i else kwargs.get(n) for i, n in enumerate(order))
         if weight is not None and weight.requires_grad:
             weight = _constant(weight, task)
@@ -294,6 +304,31 @@ def _local_loss(task: _Task, names: str) -> LocalFunction:
         return mean.to(logits.dtype)
 
     return local
+
+
+def _usual_loss(task: _Task) -> Callable[[Tensor, Tensor], Tensor | None] | None:
+    """The mean cross entropy of a batch-sharded language model, without the generality of the rest.
+
+    torch's kernel counts the valid tokens while it sums their losses, so nothing is counted again.
+    """
+    if task.kind != "cross_entropy" or task.class_axes or task.reduction != "mean" or task.smoothing:
+        return None
+    axes = tuple(a for a in task.batch_axes if task.mesh.sizes[a] > 1)
+    reducer = AllReduce(task.mesh, axes) if axes else None
+    ignore = task.ignore_index
+
+    def usual(logits: Tensor, target: Tensor) -> Tensor | None:
+        if target.ndim != 1:
+            return None
+        logarithms = torch.log_softmax(logits, 1)
+        if logarithms.dtype in _NARROW:
+            return None
+        total, count = _nll_loss_forward(logarithms, target, None, 2, ignore)  # 2: the sum
+        if reducer is not None:
+            reducer.run_in_place(count)
+        return torch.div(total, count)
+
+    return usual
 
 
 # ------------------------------------------------------------------ rules
@@ -370,5 +405,29 @@ def nll_rule(call: Call) -> Rule | None:
     return _rule(call, _NLL)
 
 
-TABLE[F.cross_entropy] = keyed_handler(cross_entropy_rule, gather_fallback)
+def _quick_cross_entropy(handler: Handler) -> Handler:
+    """Look up `F.cross_entropy` without class weights by what decides it; torch passes all parameters by name."""
+    known: dict[Any, Entry] = Cache()
+
+    def cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            x, target = args
+            key = (x._spec, target._spec, kwargs["ignore_index"], kwargs["reduction"], kwargs["label_smoothing"])
+            simple = kwargs["weight"] is None and kwargs["size_average"] is None and kwargs["reduce"] is None
+        except (AttributeError, KeyError, ValueError):
+            return handler(func, args, kwargs)
+        e = known.get(key) if simple else None
+        if e is not None:
+            return execute(e, func, args, kwargs)
+        if simple and x._spec.shape != target._spec.shape:  # else the dtype tells indices from probabilities
+            try:
+                return execute(remember(known, key, miss(func, args, kwargs, cross_entropy_rule)), func, args, kwargs)
+            except NoRule:
+                return gather_fallback(func, args, kwargs)
+        return handler(func, args, kwargs)
+
+    return cross_entropy
+
+
+TABLE[F.cross_entropy] = _quick_cross_entropy(keyed_handler(cross_entropy_rule, gather_fallback))
 TABLE[F.nll_loss] = keyed_handler(nll_rule, gather_fallback)

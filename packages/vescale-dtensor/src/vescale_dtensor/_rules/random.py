@@ -117,7 +117,7 @@ def _dropped(x: Tensor, spec: Spec, p: float, inplace: bool, like: Tensor) -> Te
         noise = torch.zeros((), dtype=x.dtype, device=x.device)
     else:
         noise = _noise(like, spec, p).div_(1 - p)
-    return x.mul_(noise) if inplace else x * noise
+    return x.mul_(noise) if inplace else torch.mul(x, noise)
 
 
 def _alpha_dropped(x: Tensor, spec: Spec, p: float, inplace: bool, like: Tensor) -> Tensor:
