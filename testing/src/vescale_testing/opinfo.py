@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from vescale_testing.meshes import cached_mesh
+from vescale_testing.oracle import compare, compare_gradients
 from vescale_testing.ranks import RankFailure, run_ranks
 
 RANDOM = frozenset(
@@ -201,9 +202,10 @@ def _run_sample(call: Any, sample: Any, mesh: Any, seed: str, gradients: bool) -
             with implicit_communication("allow"):
                 actual = call(ours[0], *ours[1], **ours[2])
         with implicit_communication("allow"):
-            _compare(actual, expected)
+            compare(actual, expected, rtol=1e-6, atol=1e-7, requires_grad=False)
             if gradients:
-                _compare_gradients(plain, ours, expected, actual)
+                leaves = tree_flatten(plain)[0], tree_flatten(ours)[0]
+                compare_gradients(*leaves, expected, actual, rtol=1e-6, atol=1e-7)
     except DTensorError as error:
         return "refused", f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
     except AssertionError as error:
@@ -221,63 +223,6 @@ def _placements(t: Tensor, mesh_ndim: int, rng: random.Random) -> list[Any]:
         choices += [Varying(), Partial()]
     choices += [Shard(d) for d in range(t.ndim) if t.shape[d] > 1] * 2
     return [rng.choice(choices) for _ in range(mesh_ndim)]
-
-
-def _compare(actual: Any, expected: Any) -> None:
-    from vescale_dtensor import DTensor
-
-    got, want = tree_flatten(actual)[0], tree_flatten(expected)[0]
-    assert len(got) == len(want), f"{len(got)} results, expected {len(want)}"
-    for g, w in zip(got, want, strict=True):
-        if not isinstance(w, Tensor):
-            assert g == w or (g != g and w != w), f"{g!r}, expected {w!r}"
-            continue
-        assert isinstance(g, DTensor), f"result is {type(g).__name__}, expected a DTensor"
-        assert g.dtype == w.dtype, f"dtype {g.dtype}, expected {w.dtype}"
-        whole = _whole(g)
-        assert whole.shape == w.shape == g.shape, (
-            f"shape {tuple(g.shape)} ({tuple(whole.shape)}), expected {tuple(w.shape)}"
-        )
-        torch.testing.assert_close(whole, w.detach(), rtol=1e-6, atol=1e-7, equal_nan=True)
-
-
-def _compare_gradients(plain: Any, ours: Any, expected: Any, actual: Any) -> None:
-    from vescale_dtensor import DTensor
-
-    pairs = [
-        (w, g)
-        for w, g in zip(tree_flatten(expected)[0], tree_flatten(actual)[0], strict=True)
-        if isinstance(w, Tensor) and w.requires_grad
-    ]
-    if not pairs:
-        return
-    generator = torch.Generator().manual_seed(7)
-    cotangents = [torch.randn(w.shape, dtype=w.dtype, generator=generator) for w, _ in pairs]
-    leaves = [t for t in tree_flatten(plain)[0] if isinstance(t, Tensor) and t.requires_grad]
-    ours_leaves = [t for t in tree_flatten(ours)[0] if isinstance(t, DTensor) and t.requires_grad]
-    try:
-        want = torch.autograd.grad([w for w, _ in pairs], leaves, cotangents, allow_unused=True)
-    except RuntimeError:
-        return  # one device has no gradient here either
-    assert all(g.requires_grad for _, g in pairs), "the result has no gradient"
-    got = torch.autograd.grad([g for _, g in pairs], ours_leaves, cotangents, allow_unused=True)
-    for index, (g, w) in enumerate(zip(got, want, strict=True)):
-        if w is None or g is None:
-            zero = (g is None or not _whole(g).any()) and (w is None or not w.any())
-            assert zero, f"gradient {index} is {'missing' if g is None else 'not None'}"
-            continue
-        whole = _whole(g)
-        assert whole.shape == w.shape, f"gradient {index}: shape {tuple(whole.shape)}, expected {tuple(w.shape)}"
-        try:
-            torch.testing.assert_close(whole, w, rtol=1e-6, atol=1e-7, equal_nan=True)
-        except AssertionError as error:
-            raise AssertionError(f"gradient {index} of {ours_leaves[index].placements}: {error}") from None
-
-
-def _whole(distributed: Any) -> Tensor:
-    """The whole of a DTensor, out of the graph."""
-    whole: Tensor = distributed.detach().full_tensor()
-    return whole
 
 
 __all__ = ["FORMS", "RANDOM", "OpRow", "op_names", "run_opinfo"]

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from . import _hooks
 from ._mesh import MeshInfo
-from ._spec import Spec, global_stride
+from ._spec import Spec, contiguous_stride, global_stride
 from .errors import DTensorError, UnsupportedOperationError
 from .placements import P
 
@@ -205,16 +205,8 @@ def window(whole: Tensor, spec: Spec) -> Tensor:
 def _stride(local: Tensor, spec: Spec) -> tuple[int, ...]:
     """Strides that one device would give the whole: they decide the order of its draws."""
     if local.is_contiguous():
-        return _contiguous_stride(tuple(spec.shape))
+        return contiguous_stride(spec.shape)
     return tuple(global_stride(spec, local.stride()))
-
-
-def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    stride, step = [], 1
-    for length in reversed(shape):
-        stride.append(step)
-        step *= max(length, 1)
-    return tuple(reversed(stride))
 
 
 # ------------------------------------------------------------------ the operators, on plain tensors

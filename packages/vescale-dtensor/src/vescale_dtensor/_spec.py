@@ -134,6 +134,15 @@ def replicated(mesh: MeshInfo, shape: Iterable[int]) -> Spec:
     return spec_of(mesh, shape, (I,) * mesh.ndim)
 
 
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the stride of a contiguous tensor of `shape`."""
+    stride, step = [], 1
+    for length in reversed(shape):
+        stride.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(stride))
+
+
 def global_stride(spec: Spec, local_stride: Sequence[int]) -> tuple[int, ...]:
     """Return the stride that the whole tensor would have if laid out in memory as the local part is.
 

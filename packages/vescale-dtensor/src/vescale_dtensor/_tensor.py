@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ._comm.move import Pending, move, reduced_types, strip
 from ._mesh import _restore, mesh_info
-from ._spec import Spec, global_stride, spec_of
+from ._spec import Spec, contiguous_stride, global_stride, spec_of
 from .placements import AxisTypes, I, P, R, dual, duals, short, to_axis_types, to_placement
 
 _run = torch._C._disabled_torch_function_impl
@@ -99,7 +99,7 @@ class DTensor(torch.Tensor):
         local = _run(_local_stride, (), (self,), {})
         if _on():
             contiguous = _run(Tensor.is_contiguous, (), (self,), {})
-            local = _contiguous_stride(self._spec.shape) if contiguous else global_stride(self._spec, local)
+            local = contiguous_stride(self._spec.shape) if contiguous else global_stride(self._spec, local)
         return local if dim is None else local[dim]
 
     def __iter__(self) -> Iterator[Any]:
@@ -261,17 +261,12 @@ class DTensor(torch.Tensor):
         return copy
 
 
-def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    stride, step = [], 1
-    for length in reversed(shape):
-        stride.append(step)
-        step *= max(length, 1)
-    return tuple(reversed(stride))
+_OURS = frozenset(("_spec", "_casts", "_is_param", "_is_grad", "_copy_of_view"))
 
 
 def _portrait(x: DTensor, local: Tensor) -> tuple[Any, ...]:
     """What `_rebuild` needs beside the spec: local data, flags, and the user's own attributes."""
-    own = {k: v for k, v in x.__dict__.items() if k not in ("_spec", "_casts", "_is_param", "_is_grad")}
+    own = {k: v for k, v in x.__dict__.items() if k not in _OURS}
     return local, _run(_requires_grad, (), (x,), {}), bool(x.__dict__.get("_is_param")), own
 
 

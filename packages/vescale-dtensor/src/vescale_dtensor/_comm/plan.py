@@ -11,6 +11,7 @@ A plan never works axis by axis where one collective serves:
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from .._mesh import Axes
@@ -94,10 +95,10 @@ class _Planner:
     def _changed(self, axis: int) -> bool:
         return self.types[axis] != self.target.types[axis]
 
-    def _alone(self, axis: int, dim: int) -> bool:
-        """Whether cutting `dim` along `axis` leaves the other axes' cuts of that dim where they are."""
+    def _alone(self, axis: int, dim: int, together: Collection[int] = ()) -> bool:
+        """Whether cutting `dim` along `axis` leaves its cuts by axes other than `together` where they are."""
         for other in self.wide:
-            if other == axis:
+            if other == axis or other in together:
                 continue
             now, then = self.types[other] == dim, self.target.types[other] == dim
             if now != then or (now and other > axis):
@@ -115,7 +116,10 @@ class _Planner:
 
     def _reduce(self) -> None:
         partial = [a for a in self.wide if self.types[a] == P and self._changed(a)]
-        scatter = tuple(a for a in partial if self.target.types[a] >= 0 and self._scatters(a, partial))
+        goal = self.target.types
+        scatter = tuple(
+            a for a in partial if goal[a] >= 0 and self._alone(a, goal[a], [b for b in partial if goal[b] == goal[a]])
+        )
         if scatter:
             start = self.here
             for axis in scatter:
@@ -127,17 +131,6 @@ class _Planner:
             for axis in rest:
                 self.types[axis] = self.target.types[axis] if self.target.types[axis] in (I, R) else I
         # What could not be scattered (another axis cuts the same dim) is now whole and cut by the exchange.
-
-    def _scatters(self, axis: int, partial: list[int]) -> bool:
-        """Whether P to S(dim) on `axis` needs no other axis of that dim to move, those scattered with it aside."""
-        dim = self.target.types[axis]
-        for other in self.wide:
-            if other == axis or (other in partial and self.target.types[other] == dim):
-                continue
-            now, then = self.types[other] == dim, self.target.types[other] == dim
-            if now != then or (now and other > axis):
-                return False
-        return True
 
     def _exchange(self) -> None:
         goal = [

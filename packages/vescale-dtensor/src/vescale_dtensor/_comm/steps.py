@@ -71,11 +71,11 @@ def _flat(parts: list[Tensor]) -> Tensor:
     return torch.cat([p.reshape(-1) for p in parts])
 
 
-def _window(t: Tensor, box: Box, origin: tuple[int, ...]) -> Tensor:
+def window_of(t: Tensor, box: Box, origin: tuple[int, ...]) -> Tensor:
     """View of the part of `t` (whose first element lies at `origin`) that is `box`."""
     for dim, (start, length, base) in enumerate(zip(*box, origin, strict=True)):
         if t.shape[dim] != length:
-            t = t.narrow(dim, start - base, length)
+            t = t.narrow(dim, start - base if length else 0, length)
     return t
 
 
@@ -107,7 +107,7 @@ class Slice:
         self.origin = source.local_offset
 
     def start(self, local: Tensor) -> Started:
-        return None, lambda: _window(local, self.box, self.origin).clone(memory_format=torch.contiguous_format)
+        return None, lambda: window_of(local, self.box, self.origin).clone(memory_format=torch.contiguous_format)
 
 
 class Pad:
@@ -121,7 +121,7 @@ class Pad:
     def start(self, local: Tensor) -> Started:
         def finish() -> Tensor:
             out = local.new_zeros(self.shape)
-            _window(out, self.box, self.origin).copy_(local)
+            window_of(out, self.box, self.origin).copy_(local)
             return out
 
         return None, finish
@@ -208,7 +208,7 @@ class AllGather:
         out = parts.new_empty(self.shape)
         for part, box, size in zip(parts, self.boxes, self.sizes, strict=True):
             if size:
-                _window(out, box, self.origin).copy_(part[:size].view(box[1]))
+                window_of(out, box, self.origin).copy_(part[:size].view(box[1]))
         return out
 
 
@@ -233,7 +233,7 @@ class Exchange:
     def start(self, local: Tensor) -> Started:
         if local.dtype in _SENT_AS:
             return _carried(self.start, local)
-        parts = [_window(local, b, self.in_origin) for b in self.send if b]
+        parts = [window_of(local, b, self.in_origin) for b in self.send if b]
         send = _flat(parts) if parts else local.new_empty(0)
         received = send.new_empty(sum(self.receive_sizes))
         note("all_to_all", _bytes(send), self.mesh, self.axes)
@@ -246,7 +246,7 @@ class Exchange:
         out = received.new_empty(self.shape)
         for part, box in zip(torch.split(received, self.receive_sizes), self.receive, strict=True):
             if box:
-                _window(out, box, self.out_origin).copy_(part.view(box[1]))
+                window_of(out, box, self.out_origin).copy_(part.view(box[1]))
         return out
 
 
@@ -279,7 +279,7 @@ class ReduceScatter:
         if self.contiguous:
             send = local.contiguous().view(-1)  # reshape(-1) would keep the stride of a 1-d tensor
         else:
-            send = _flat([_window(local, b, self.origin) for b in self.boxes])
+            send = _flat([window_of(local, b, self.origin) for b in self.boxes])
         received = send.new_empty(self.num * self.mine)
         work = dist.all_to_all_single(
             received, send, [self.mine] * self.num, self.sizes, group=self.group, async_op=True
@@ -297,7 +297,7 @@ class ReduceScatter:
         most = max(self.sizes)
         send = local.new_zeros(self.num, most)
         for row, box, size in zip(send, self.boxes, self.sizes, strict=True):
-            row[:size].view(box[1]).copy_(_window(local, box, self.origin))
+            row[:size].view(box[1]).copy_(window_of(local, box, self.origin))
         out = send.new_empty(most)
         work = _reduce_scatter(out, send.view(-1), group=self.group, async_op=True)
         return work, lambda: out[: self.mine].view(self.shape)

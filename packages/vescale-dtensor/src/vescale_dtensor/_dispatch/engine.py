@@ -22,6 +22,7 @@ from ..errors import UnsupportedOperationError
 from ..placements import AxisTypes, I, P, R
 from . import policy
 from .call import Call, LocalFunction, Rewrite, Rule, Strategy
+from .copies import before_write, mark_copies
 from .solve import solve, unwanted
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -30,7 +31,6 @@ RuleFunction = Callable[[Call], "Rule | None"]
 _run = torch._C._disabled_torch_function_impl
 _grad_enabled = torch.is_grad_enabled
 _NOTHING: dict[str, Any] = {}
-base_of: Any = torch._C.TensorBase._base.__get__  # type: ignore[union-attr]
 _LIMIT = 1 << 14
 """Entries per function before its cache is emptied: programs with ever new shapes must not leak."""
 
@@ -163,8 +163,8 @@ def _execute_general(e: Entry, func: Any, args: tuple[Any, ...], kwargs: dict[st
     if e.implicit is not None and policy.state.communication != "allow":
         policy.report(e.name, e.implicit)
     original = args[0] if args else None
-    if e.inplace and copies_of_views:
-        refuse_lost_write(original, e.name)
+    if e.inplace:
+        before_write(original, e.name)
     if e.moves:
         args, kwargs = apply_moves(e, args, kwargs)
     if e.local is not None:
@@ -176,42 +176,11 @@ def _execute_general(e: Entry, func: Any, args: tuple[Any, ...], kwargs: dict[st
     if e.inplace:
         return original
     if e.view:
-        return mark_copies(label(r, e), e.name)
+        source = original if original is not None else kwargs.get("input", kwargs.get("self"))
+        return mark_copies(label(r, e), e.name, source)
     if e.plain and isinstance(r, Tensor) and any(r is a for a in args):
         r = _run(Tensor.as_subclass, (), (r, Tensor), {})  # never label a tensor that the caller passed in
     return label(r, e)
-
-
-copies_of_views: list[str] = []
-"""Not empty once a function that gives a view had to give a copy, because its argument had to move."""
-
-
-def mark_copies(r: Any, name: str) -> Any:
-    """Remember that results stand for views but are copies, so that writing to them can be refused."""
-    if not copies_of_views:
-        copies_of_views.append(name)
-    for item in (r,) if isinstance(r, Tensor) else r:
-        base = _run(base_of, (), (item,), {})
-        for x in (item, base):  # views of the item have its base
-            if x is not None:
-                x.__dict__["_copy_of_view"] = name
-    return r
-
-
-def refuse_lost_write(target: Any, writer: str) -> None:
-    """Raise if writing into `target` should change another tensor too and would not."""
-    if not isinstance(target, DTensor):
-        return
-    base = _run(base_of, (), (target,), {})
-    for x in (target, base):
-        made_by = None if x is None else x.__dict__.get("_copy_of_view")
-        if made_by is not None:
-            raise UnsupportedOperationError(
-                f"{writer} writes into the result of {made_by}, which on one device is a view, but here is a copy: "
-                f"{made_by} had to move the sharded tensor that it views, so the write would not reach that tensor. "
-                "Assign with x[index] = value, or redistribute the tensor first, or clone() the result if the tensor "
-                "need not change"
-            )
 
 
 def apply_moves(e: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -22,7 +22,8 @@ from ..errors import UnsupportedOperationError
 from ..placements import I
 from . import policy
 from .call import Call, function_name
-from .engine import base_of, refuse_lost_write, tag
+from .copies import base_of, before_write, mark_copies
+from .engine import tag
 
 
 def gather_fallback(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -36,8 +37,15 @@ def gather_fallback(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if moves and policy.state.communication != "allow":
         policy.report(call.name, moves, " (it has no sharding rule for these arguments)")
 
+    moved: list[tuple[Tensor, DTensor]] = []
+
     def local(value: Any) -> Any:
-        return move(value, whole).to_local() if isinstance(value, DTensor) else value
+        if not isinstance(value, DTensor):
+            return value
+        part = move(value, whole).to_local()
+        if value._spec.sharded:
+            moved.append((part, value))
+        return part
 
     args, kwargs = tree_map(local, (args, kwargs))
     passed = {id(t) for t in call.operands}
@@ -47,7 +55,14 @@ def gather_fallback(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             return r
         if id(r) in passed:
             r = r.as_subclass(Tensor)
-        return tag(r, replicated(call.mesh, r.shape)) if r.__class__ is Tensor else r
+        base = r._base
+        if r.__class__ is Tensor:
+            r = tag(r, replicated(call.mesh, r.shape))
+        if base is not None:
+            for part, source in moved:
+                if base is part or base is part._base:
+                    mark_copies(r, call.name, source)
+        return r
 
     return tree_map(labelled, func(*args, **kwargs))
 
@@ -74,20 +89,29 @@ def write_back(target: DTensor, value: DTensor) -> DTensor:
     """Copy `value` into `target` in place; a pending sum becomes a value in the process."""
     _run = torch._C._disabled_torch_function_impl
     spec = target._spec
-    refuse_lost_write(target, "an in-place operation")
+    before_write(target, "an in-place operation")
     if value._spec.shape != spec.shape:
         raise UnsupportedOperationError(
             f"an in-place operation on {spec!r} gave {value._spec!r}; the shape of the argument cannot change in place"
         )
-    base = _run(base_of, (), (target,), {})
-    # The base of a view goes on holding a pending sum, and so does a gradient that autograd will add to.
-    fixed = base is not None or "_is_grad" in target.__dict__
-    kept = spec.types if fixed else reduced_types(spec.types)
+    kept = reduced_types(spec.types) if owns_memory(target) else spec.types
     moved = move(value, kept)
     _run(Tensor.copy_, (), (target, moved), {})
     if kept != spec.types:
         target._spec = spec.with_types(kept)
     return target
+
+
+def owns_memory(x: DTensor) -> bool:
+    """Whether a write may turn the pending sum `x` into a value.
+
+    Not where views and aliases, which share the memory, would go on taking it for a pending sum, nor
+    where autograd would: it will add to a gradient.
+    """
+    run = torch._C._disabled_torch_function_impl
+    storage = run(Tensor.untyped_storage, (), (x,), {})
+    users: int = torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+    return users == 2 and "_is_grad" not in x.__dict__  # `x` and `storage`
 
 
 _INPLACE_OPERATORS = {

@@ -6,6 +6,7 @@ operator; a family names it once and every spelling gets the handler.
 
 from __future__ import annotations
 
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from .._tensor import TABLE
 from .engine import Handler, RuleFunction, keyed_handler, pointwise_handler
-from .fallback import gather_fallback, inplace_fallback
+from .fallback import enter, gather_fallback, inplace_fallback
 
 _NAMESPACES: tuple[Any, ...] = (torch, torch._C._VariableFunctions, Tensor, F, torch._C._nn, torch.functional)
 
@@ -68,7 +69,24 @@ def _family(names: str, rule: RuleFunction, make: Any, inplace: bool) -> None:
 
 def _each(name: str, make: Any, rule: RuleFunction, *, inplace: bool) -> None:
     for func in spellings(name):
-        TABLE[func] = make(rule, inplace_fallback if inplace else gather_fallback, inplace=inplace)
+        handler = make(rule, inplace_fallback if inplace else gather_fallback, inplace=inplace)
+        TABLE[func] = _told_inplace(func, handler) if isinstance(func, FunctionType) else handler
+
+
+def _told_inplace(func: FunctionType, handler: Any) -> Handler:
+    """Let `F.relu(x, inplace=True)` and the like, which are Python functions, do what they stand for: `relu_(x)`."""
+    names = func.__code__.co_varnames[: func.__code__.co_argcount]
+    if "inplace" not in names:
+        return handler  # type: ignore[no-any-return]
+    position, in_place = names.index("inplace"), enter(func)
+
+    def told(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args[position] if len(args) > position else kwargs.get("inplace"):
+            return in_place(*args, **kwargs)
+        return handler(func, args, kwargs)
+
+    told.cache = handler.cache  # type: ignore[attr-defined]
+    return told
 
 
 def lookup(func: Any) -> Handler:

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from .._comm.move import strip
 from .._comm.record import note
-from .._comm.steps import intersect
+from .._comm.steps import intersect, window_of
 from .._dispatch import policy
-from .._dispatch.engine import mark_copies
+from .._dispatch.copies import mark_copies
 from .._spec import Box, Spec, box_at, spec_of
 from .._tensor import DTensor
 from ..placements import I, R
@@ -88,7 +88,7 @@ class Window:
         self, local: Tensor, origin: Box, send: list[Box | None], receive: list[Box | None], target: Box
     ) -> Tensor:
         """Send boxes of `local`, which covers `origin`, and assemble those received into `target`."""
-        parts = [_part(local, b, origin[0]).reshape(-1) for b in send if b]
+        parts = [window_of(local, b, origin[0]).reshape(-1) for b in send if b]
         flat = torch.cat(parts) if parts else local.new_empty(0)
         take, give = [[math.prod(b[1]) if b else 0 for b in boxes] for boxes in (receive, send)]
         got = flat.new_empty(sum(take))
@@ -97,7 +97,7 @@ class Window:
         out = got.new_zeros(target[1])
         for part, box in zip(torch.split(got, take), receive, strict=True):
             if box:
-                _part(out, box, target[0]).copy_(part.view(box[1]))
+                window_of(out, box, target[0]).copy_(part.view(box[1]))
         return out
 
     def pull(self, local: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ class Window:
     def push(self, grad: Tensor) -> Tensor:
         """Transpose of `pull`."""
         if self.back_local:
-            mine = _part(grad, (self.held[0], self.held[1]), self.wanted[0])
+            mine = window_of(grad, (self.held[0], self.held[1]), self.wanted[0])
         else:
             mine = self.exchange(grad, self.wanted, self.back_send, self.back_receive, self.held)
         out = grad.new_zeros(self.source.local_shape)
@@ -126,15 +126,8 @@ class Window:
         r.__class__ = DTensor
         r._spec = self.target.invariant if self.varying and not torch.is_grad_enabled() else self.target
         if self.moves:
-            mark_copies(r, name)
+            mark_copies(r, name, x)
         return r  # type: ignore[no-any-return]
-
-
-def _part(t: Tensor, box: Box, origin: tuple[int, ...]) -> Tensor:
-    for d, (start, length, base) in enumerate(zip(*box, origin, strict=True)):
-        if t.shape[d] != length:
-            t = t.narrow(d, start - base if length else 0, length)
-    return t
 
 
 class _Pull(torch.autograd.Function):

@@ -14,6 +14,7 @@ from torch import Tensor
 from .. import _mesh, _spec, _tensor
 from .._comm.move import move
 from .._dispatch import policy
+from .._dispatch.copies import before_write
 from .._dispatch.engine import tag
 from .._dispatch.solve import unwanted
 from .._dispatch.table import register
@@ -68,6 +69,7 @@ def copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     source: Any = bound["src"]
     rest = {"non_blocking": bound["non_blocking"]} if "non_blocking" in bound else {}
     if isinstance(target, DTensor):
+        before_write(target, "copy_")
         _run(func, (), (target, aligned(source, target._spec, "copy_")), rest)
         return target
     spec = source._spec

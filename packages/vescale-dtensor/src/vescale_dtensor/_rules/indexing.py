@@ -14,7 +14,8 @@ from torch import Tensor
 
 from .._comm.move import move
 from .._dispatch import policy
-from .._dispatch.engine import Cache, Entry, copies_of_views, execute, label_one, miss, refuse_lost_write, remember
+from .._dispatch.copies import before_write
+from .._dispatch.engine import Cache, Entry, execute, label_one, miss, remember
 from .._dispatch.fallback import write_back
 from .._dispatch.table import register
 from .._spec import Spec, replicated
@@ -179,8 +180,7 @@ def setitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             f"x[index] = value with a DTensor as index or value would write into a plain tensor of shape "
             f"{list(x.shape)}; distribute the plain tensor first"
         )
-    if copies_of_views:
-        refuse_lost_write(x, "x[index] = value")
+    before_write(x, "x[index] = value")
     spec: Spec = x._spec
     if isinstance(value, Tensor) and value.__class__ is not DTensor:
         if value.numel() != 1:

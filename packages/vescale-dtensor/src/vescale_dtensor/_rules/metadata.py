@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from .._dispatch.call import function_name, normalize_dim
-from .._dispatch.engine import label_one, refuse_lost_write
+from .._dispatch.copies import before_write
+from .._dispatch.engine import label_one
 from .._dispatch.table import register
 from .._spec import Spec, spec_of
 from .._tensor import DTensor
@@ -38,7 +39,7 @@ def _in_place(
     def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x = args[0]
         rest = (*args[1:], *kwargs.values())
-        refuse_lost_write(x, function_name(func))
+        before_write(x, function_name(func))
         spec: Spec = x._spec
         dims = dims_of(spec, rest)
         lost = spec.sharded - {d for d in dims if d is not None}
@@ -115,7 +116,7 @@ def resize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`resize_`, `as_strided_` of a tensor that every rank holds in full."""
     x = args[0]
     spec = _whole(func, x)
-    refuse_lost_write(x, function_name(func))
+    before_write(x, function_name(func))
     rest = tuple(torch.Size(a._spec.shape) if isinstance(a, DTensor) else a for a in args[1:])
     if function_name(func).startswith("resize_as"):
         func, rest = Tensor.resize_, (torch.Size(args[1].shape),)

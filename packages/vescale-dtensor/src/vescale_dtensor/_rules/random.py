@@ -20,8 +20,9 @@ from .. import _random
 from .._comm.move import move, reduced_types, strip
 from .._dispatch import policy
 from .._dispatch.call import first_dtensor, function_name
+from .._dispatch.copies import before_write
 from .._dispatch.engine import Handler, label_one, out_variant, tag, tensors_in
-from .._dispatch.fallback import enter, gather_fallback, write_back
+from .._dispatch.fallback import enter, gather_fallback, owns_memory, write_back
 from .._dispatch.table import spellings
 from .._spec import Spec, spec_of
 from .._tensor import TABLE, DTensor
@@ -160,7 +161,10 @@ def inplace_draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         raise UnsupportedOperationError(
             f"{_name(func)} would draw into a plain tensor with parameters in a DTensor; distribute it first"
         )
+    before_write(x, _name(func))
     if P in x._spec.types:  # the old values are overwritten: there is nothing to add up
+        if not owns_memory(x):
+            return write_back(x, inplace_draw(func, (reduced(x.detach()), *rest), kwargs))
         x._spec = x._spec.with_types(reduced_types(x._spec.types))
     spec = x._spec
     draw_args = tuple(_parameter(a, spec, _name(func)) for a in rest)
