@@ -21,18 +21,34 @@ from ._random import random_mode, set_random_mode
 from ._register import register_op
 from ._tensor import DTensor
 from ._visualize import visualize
+from .errors import (
+    DTensorError,
+    ImplicitCommunicationError,
+    ImplicitCommunicationWarning,
+    MeshMismatchError,
+    PlainTensorError,
+    PlanError,
+    UnsupportedOperationError,
+)
 from .placements import Partial, Replicate, Shard, Varying
 
 __all__ = [
     "Call",
     "DTensor",
+    "DTensorError",
+    "ImplicitCommunicationError",
+    "ImplicitCommunicationWarning",
+    "MeshMismatchError",
     "Partial",
     "Pending",
+    "PlainTensorError",
+    "PlanError",
     "Replicate",
     "Rewrite",
     "Rule",
     "Shard",
     "Strategy",
+    "UnsupportedOperationError",
     "Varying",
     "__version__",
     "arange",

@@ -148,6 +148,8 @@ def global_stride(spec: Spec, local_stride: Sequence[int]) -> tuple[int, ...]:
 
     Dims keep their order in memory; a broadcast dim (stride 0) stays one.
     """
+    if tuple(local_stride) == contiguous_stride(spec.local_shape):
+        return contiguous_stride(spec.shape)
     order = sorted(range(spec.ndim), key=lambda d: (local_stride[d], spec.local_shape[d]))
     stride = list(local_stride)
     factor_num, factor_den = 1, 1

@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ._comm.move import Pending, move, reduced_types, strip
 from ._mesh import _restore, mesh_info
-from ._spec import Spec, contiguous_stride, global_stride, spec_of
+from ._spec import Spec, global_stride, spec_of
 from .placements import AxisTypes, I, P, R, dual, duals, short, to_axis_types, to_placement
 
 _run = torch._C._disabled_torch_function_impl
@@ -98,8 +98,7 @@ class DTensor(torch.Tensor):
         """Stride of the global tensor, were it laid out in memory as the local part is."""
         local = _run(_local_stride, (), (self,), {})
         if _on():
-            contiguous = _run(Tensor.is_contiguous, (), (self,), {})
-            local = contiguous_stride(self._spec.shape) if contiguous else global_stride(self._spec, local)
+            local = global_stride(self._spec, local)
         return local if dim is None else local[dim]
 
     def __iter__(self) -> Iterator[Any]:
