@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from vescale_testing import cached_mesh
 from vescale_testing.oracle import check_op, random_codes
@@ -40,3 +42,23 @@ def test_product_equals_one_device(case: str, mesh_shape: tuple[int, ...]) -> No
     args = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
     for codes in random_codes(args, len(mesh_shape), seed=len(case), count=40):
         check_op(fn, args, codes, mesh)
+
+
+@pytest.mark.ranks(4, pool=True, timeout=120)
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_matmul_of_any_shapes_and_placements(data: st.DataObject) -> None:
+    size = st.integers(1, 6)
+    batch = data.draw(st.lists(size, max_size=2))
+    m, k, n = data.draw(size), data.draw(size), data.draw(size)
+    left = [*batch[data.draw(st.integers(0, len(batch))) :], m, k]
+    right = [*(1 if data.draw(st.booleans()) else b for b in batch), k, n]
+    args = [
+        torch.randn(s, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
+        for i, s in enumerate((left, right))
+    ]
+    check_op(torch.matmul, args, [data.draw(_codes(a.ndim)) for a in args], cached_mesh(2, 2))
+
+
+def _codes(ndim: int) -> st.SearchStrategy[str]:
+    return st.tuples(*[st.sampled_from([*(f"S{d}" for d in range(ndim)), "I", "R", "P"])] * 2).map(" ".join)
