@@ -128,6 +128,15 @@ def test_compile_runs_dtensors_in_the_interpreter(rank: int) -> None:
     assert plain(torch.zeros(2)).tolist() == [1, 2]
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of Dynamo about itself
+@pytest.mark.ranks(2)
+def test_compiled_function_communicates() -> None:
+    x = distribute_tensor(torch.arange(8.0), init_device_mesh("cpu", (2,)), [Shard(0)])
+    y = torch.compile(lambda a: a - a.mean(), backend="eager")(x)
+    assert y.full_tensor().tolist() == [i - 3.5 for i in range(8)]
+
+
 @pytest.mark.ranks(4, pool=True)
 def test_swap_tensors() -> None:
     mesh = cached_mesh(4)

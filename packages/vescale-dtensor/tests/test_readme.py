@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from vescale_testing import run_ranks
 
@@ -15,6 +17,7 @@ READMES = {"package": PACKAGE / "README.md", "repository": PACKAGE.parents[1] / 
 
 def _run_blocks(path: str) -> int:
     blocks = re.findall(r"```python\n(.*?)```", Path(path).read_text(), re.DOTALL)
+    torch.manual_seed(dist.get_rank())  # as under torchrun, where no rank is seeded like another one
     namespace: dict[str, object] = {"__name__": "readme"}
     for block in blocks:
         exec(compile(block, path, "exec"), namespace)

@@ -203,11 +203,13 @@ def _guard_trace(original: Any) -> Any:
     return wrapper
 
 
+@functools.cache
 def _not_traceable() -> None:
     """Tell Dynamo to leave DTensors to the interpreter; cheap only once Dynamo is loaded, hence not at import."""
-    from torch._dynamo import config
+    from torch._dynamo import config, trace_rules
 
     config.nontraceable_tensor_subclasses.add(DTensor)
+    trace_rules.add(__package__)  # frames of ours that see no DTensor, such as moves
 
 
 def _guard_compile() -> None:

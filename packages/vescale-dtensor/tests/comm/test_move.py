@@ -222,3 +222,10 @@ def test_sums_of_other_dtypes(dtype: torch.dtype) -> None:
         y = d.redistribute(placements(target))
         assert y.dtype == dtype
         assert torch.equal(y.full_tensor(), part * 4)
+
+
+@pytest.mark.ranks(4, pool=True)
+def test_sums_that_are_strided_in_memory() -> None:
+    part = torch.arange(36.0).reshape(6, 6).diagonal()
+    d = DTensor.from_local(part, cached_mesh(4), placements("P"))
+    assert torch.equal(d.redistribute(placements("S0")).full_tensor(), part * 4)

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from vescale_dtensor import distribute_tensor, implicit_communication
 from vescale_testing import cached_mesh
-from vescale_testing.oracle import check_op, random_codes
+from vescale_testing.oracle import check_op, placements, random_codes
 
 CASES = {
     "mm": (torch.mm, [(8, 6), (6, 5)]),
@@ -42,6 +43,16 @@ def test_product_equals_one_device(case: str, mesh_shape: tuple[int, ...]) -> No
     args = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
     for codes in random_codes(args, len(mesh_shape), seed=len(case), count=40):
         check_op(fn, args, codes, mesh)
+
+
+@pytest.mark.ranks(4, pool=True)
+def test_shapes_that_do_not_fit_raise_the_error_of_torch_before_anything_is_sent() -> None:
+    mesh = cached_mesh(4)
+    x, w = (distribute_tensor(torch.ones(s), mesh, placements("S0")) for s in ((8, 6), (5, 4)))
+    with implicit_communication("error"):
+        for product in (torch.matmul, torch.mm, F.linear):
+            with pytest.raises(RuntimeError, match=r"mat1 and mat2|must have same reduction dim|shapes cannot be"):
+                product(x, w)
 
 
 @pytest.mark.ranks(4, pool=True, timeout=120)

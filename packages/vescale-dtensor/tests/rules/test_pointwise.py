@@ -120,6 +120,26 @@ def test_in_place(codes: str) -> None:
 
 
 @pytest.mark.ranks(4, pool=True)
+@pytest.mark.parametrize("codes", ["R", "I", "S0", "P"])
+@pytest.mark.parametrize("other", ["R", "I", "S0", "P"])
+def test_in_place_functions_of_pending_sums_keep_what_backward_needs(codes: str, other: str) -> None:
+    def program(x: Tensor, y: Tensor) -> Tensor:
+        return x.add(x).clamp_(max=3).mul_(y).pow_(2).exp_()
+
+    check_op(program, [_positive(4), _positive(4, seed=1)], [f"{codes} P", f"{other} P"], cached_mesh(4, 1))
+
+
+@pytest.mark.ranks(4, pool=True)
+@pytest.mark.parametrize("codes", ["R", "I", "S0", "P"])
+@pytest.mark.parametrize("other", ["R", "I", "S0", "P"])
+def test_in_place_products_keep_the_layout(codes: str, other: str) -> None:
+    def program(x: Tensor, y: Tensor) -> Tensor:
+        return x.add(x).mul_(y).div_(2).mul_(y.sum())
+
+    check_op(program, [_positive(8), _positive(8, seed=1)], [codes, other], cached_mesh(4))
+
+
+@pytest.mark.ranks(4, pool=True)
 def test_out() -> None:
     mesh = cached_mesh(4)
     x = _positive(6, 5)

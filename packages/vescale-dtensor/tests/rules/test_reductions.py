@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from vescale_dtensor import distribute_tensor, implicit_communication
 from vescale_testing import cached_mesh
@@ -216,3 +218,24 @@ def test_distances() -> None:
         check_op(torch.dist, [x, y], codes, mesh)
         check_op(torch.cosine_similarity, [x, y], codes, mesh)
         check_op(torch.nn.functional.pairwise_distance, [x, y], codes, mesh)
+
+
+@pytest.mark.ranks(4, pool=True)
+@pytest.mark.parametrize("name", ["max", "amin", "cumsum", "softmax", "logsumexp"])
+@pytest.mark.parametrize("shape", [(1,), (2,), (1, 3)])
+def test_second_gradients_with_empty_shards(name: str, shape: tuple[int, ...]) -> None:
+    def program(x: Tensor) -> Tensor:
+        result = getattr(torch, name)(x, 0)
+        result = result if isinstance(result, Tensor) else result[0]
+        (grad,) = torch.autograd.grad(result.sin().sum(), x, create_graph=True)
+        return grad.cos() + grad
+
+    x = torch.arange(1.0, 1 + math.prod(shape), dtype=torch.float64).reshape(shape)
+    check_op(program, [x], ["S0"], cached_mesh(4))
+
+
+@pytest.mark.ranks(4, pool=True)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.bool])
+def test_extremes_of_integers_with_empty_shards(dtype: torch.dtype) -> None:
+    x = torch.tensor([1, 0]).to(dtype)
+    check_op(lambda x: (x.amax(), x.amin(), x.max(), x.min(0)[1]), [x], ["S0"], cached_mesh(4))

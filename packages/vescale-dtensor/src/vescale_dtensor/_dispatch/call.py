@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from .._mesh import MeshInfo
 from .._spec import Spec, replicated
@@ -147,6 +148,15 @@ class Call:
         bound.update(zip(order, self.args, strict=False))
         bound.update(self.kwargs)
         return bound
+
+    def on_meta(self) -> Any:
+        """Run the function on meta tensors of the global shapes: for torch's own error on arguments that do not fit."""
+        stand_ins = {
+            id(t): torch.empty(s.shape, dtype=t.dtype, device="meta")
+            for t, s in zip(self.operands, self.specs, strict=True)
+        }
+        args, kwargs = tree_map(lambda v: stand_ins.get(id(v), v), (self.args, self.kwargs))
+        return self.func(*args, **kwargs)
 
     def operand_index(self, value: Any) -> int:
         """Position of a tensor argument among the operands."""

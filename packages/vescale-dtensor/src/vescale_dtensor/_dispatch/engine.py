@@ -18,7 +18,6 @@ from torch import Tensor
 from .._comm.move import move, strip
 from .._spec import Spec, replicated, spec_of
 from .._tensor import DTensor
-from ..errors import UnsupportedOperationError
 from ..placements import AxisTypes, I, P, R
 from . import policy
 from .call import Call, LocalFunction, Rewrite, Rule, Strategy
@@ -162,7 +161,7 @@ def _execute_general(e: Entry, func: Any, args: tuple[Any, ...], kwargs: dict[st
         )
     if e.implicit is not None and policy.state.communication != "allow":
         policy.report(e.name, e.implicit)
-    original = args[0] if args else None
+    original: Any = args[0] if args else next(v for v in kwargs.values() if isinstance(v, DTensor))
     if e.inplace:
         before_write(original, e.name)
     if e.moves:
@@ -176,8 +175,7 @@ def _execute_general(e: Entry, func: Any, args: tuple[Any, ...], kwargs: dict[st
     if e.inplace:
         return original
     if e.view:
-        source = original if original is not None else kwargs.get("input", kwargs.get("self"))
-        return mark_copies(label(r, e), e.name, source)
+        return mark_copies(label(r, e), e.name, original)
     if e.plain and isinstance(r, Tensor) and any(r is a for a in args):
         r = _run(Tensor.as_subclass, (), (r, Tensor), {})  # never label a tensor that the caller passed in
     return label(r, e)

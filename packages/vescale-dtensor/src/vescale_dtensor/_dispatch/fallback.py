@@ -15,15 +15,16 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from .._comm.move import move, reduced_types
+from .._comm.move import move
 from .._spec import replicated
 from .._tensor import DTensor
 from ..errors import UnsupportedOperationError
-from ..placements import I
+from ..placements import I, R
 from . import policy
 from .call import Call, function_name
-from .copies import base_of, before_write, mark_copies
+from .copies import before_write, mark_copies, share_memory
 from .engine import tag
+from .solve import unwanted
 
 
 def gather_fallback(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -33,7 +34,7 @@ def gather_fallback(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     for operand, plain in zip(call.operands, call.plain, strict=True):
         if plain and operand.numel() != 1:
             policy.check_plain(call.name, tuple(operand.shape))
-    moves = [(s, whole) for s in call.specs if s.sharded]
+    moves = [(s, whole) for s in call.specs if unwanted(call.mesh, s.types, whole)]
     if moves and policy.state.communication != "allow":
         policy.report(call.name, moves, " (it has no sharding rule for these arguments)")
 
@@ -43,7 +44,7 @@ def gather_fallback(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         if not isinstance(value, DTensor):
             return value
         part = move(value, whole).to_local()
-        if value._spec.sharded:
+        if not {I, R}.issuperset(value._spec.types):
             moved.append((part, value))
         return part
 
@@ -55,13 +56,11 @@ def gather_fallback(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             return r
         if id(r) in passed:
             r = r.as_subclass(Tensor)
-        base = r._base
         if r.__class__ is Tensor:
             r = tag(r, replicated(call.mesh, r.shape))
-        if base is not None:
-            for part, source in moved:
-                if base is part or base is part._base:
-                    mark_copies(r, call.name, source)
+        for part, source in moved:
+            if share_memory(r, part):
+                mark_copies(r, call.name, source)
         return r
 
     return tree_map(labelled, func(*args, **kwargs))
@@ -69,6 +68,9 @@ def gather_fallback(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def inplace_fallback(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Do an in-place function as its out-of-place form and a copy into the first argument."""
+    if not args:  # named; methods want it by position
+        name = "input" if "input" in kwargs else "self"
+        args, kwargs = (kwargs[name],), {k: v for k, v in kwargs.items() if k != name}
     target = args[0]
     functional = _functional_form(func)
     if functional is None:
@@ -81,12 +83,15 @@ def inplace_fallback(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             f"{function_name(func)} would write a DTensor into a plain tensor of shape {list(target.shape)}; "
             "distribute the plain tensor first, or use the out-of-place form"
         )
+    if torch.is_grad_enabled():  # the backward may need the old values, which are about to be overwritten
+        old = target.clone()
+        args = tuple(old if a is target else a for a in args)
     value = functional(*args, **kwargs)
     return write_back(target, value)
 
 
 def write_back(target: DTensor, value: DTensor) -> DTensor:
-    """Copy `value` into `target` in place; a pending sum becomes a value in the process."""
+    """Copy `value` into `target` in place. A pending sum stays one: its views go on taking it for one."""
     _run = torch._C._disabled_torch_function_impl
     spec = target._spec
     before_write(target, "an in-place operation")
@@ -94,24 +99,8 @@ def write_back(target: DTensor, value: DTensor) -> DTensor:
         raise UnsupportedOperationError(
             f"an in-place operation on {spec!r} gave {value._spec!r}; the shape of the argument cannot change in place"
         )
-    kept = reduced_types(spec.types) if owns_memory(target) else spec.types
-    moved = move(value, kept)
-    _run(Tensor.copy_, (), (target, moved), {})
-    if kept != spec.types:
-        target._spec = spec.with_types(kept)
+    _run(Tensor.copy_, (), (target, move(value, spec.types)), {})
     return target
-
-
-def owns_memory(x: DTensor) -> bool:
-    """Whether a write may turn the pending sum `x` into a value.
-
-    Not where views and aliases, which share the memory, would go on taking it for a pending sum, nor
-    where autograd would: it will add to a gradient.
-    """
-    run = torch._C._disabled_torch_function_impl
-    storage = run(Tensor.untyped_storage, (), (x,), {})
-    users: int = torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
-    return users == 2 and "_is_grad" not in x.__dict__  # `x` and `storage`
 
 
 _INPLACE_OPERATORS = {

@@ -109,24 +109,26 @@ def report(function: str, moves: list[tuple[Spec, AxisTypes]], reason: str = "")
         )
     if any(moves[0][0].mesh.coordinate):
         return  # the first rank speaks for all
-    where = _user_frame()
-    key = f"{where}{text}"
+    file, line = _user_frame()
+    key = f"{file}:{line}: {text}"
     if key not in _seen:
         _seen.add(key)
-        warnings.warn(
-            f"{where}{text}Redistribute it explicitly or in the plan to place this communication yourself.",
+        warnings.warn_explicit(
+            f"{text}Redistribute it explicitly or in the plan to place this communication yourself.",
             ImplicitCommunicationWarning,
-            stacklevel=2,
+            file,
+            line,
         )
 
 
 _LIBRARIES = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, os.path.dirname(__file__)))
 
 
-def _user_frame() -> str:
+def _user_frame() -> tuple[str, int]:
+    """File and line of the code that called into torch or this package."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if not frame.f_code.co_filename.startswith(_LIBRARIES):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}: "
+            return frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
-    return ""
+    return "<unknown>", 0

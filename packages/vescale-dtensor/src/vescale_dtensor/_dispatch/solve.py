@@ -26,6 +26,8 @@ def solve(
         shapes: global shapes of the results.
         keep_first: the first operand must stay where it is, because it is changed in place.
     """
+    if keep_first:  # what is written is labelled as what was there
+        strategies = [s for s in strategies if s.outs[0] == s.ins[0]]
     chosen: list[Strategy] = []
     for axis in range(call.mesh.ndim):
         best = _best(call, strategies, shapes, axis, chosen, keep_first)

@@ -116,12 +116,14 @@ def identity_of(dtype: torch.dtype, *, largest: bool) -> Any:
 
 
 def filled(x: Tensor, dims: tuple[int, ...], value: Any) -> Tensor:
-    """Give an empty shard one element of `value` along each of `dims`; stays connected to the graph of `x`."""
+    """Give an empty shard one element of `value` along each of `dims`.
+
+    Stays connected to the graph of `x`, in backwards of every order: with `cat`, whose gradient of an empty 1-d
+    tensor is a constant, the ranks would disagree on what to communicate.
+    """
     for dim in dims:
         if x.ndim and x.shape[dim] == 0:
-            shape = list(x.shape)
-            shape[dim] = 1
-            x = torch.cat([x, x.new_full(shape, value)], dim)
+            x = torch.constant_pad_nd(x, (*(0, 0) * (x.ndim - 1 - dim), 0, 1), value)
     return x
 
 

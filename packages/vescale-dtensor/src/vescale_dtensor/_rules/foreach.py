@@ -19,6 +19,7 @@ from torch import Tensor
 from .._comm.batch import all_reduce_batch
 from .._comm.move import move, strip
 from .._dispatch.call import function_name
+from .._dispatch.copies import before_write
 from .._dispatch.engine import tag, tensors_in
 from .._mesh import Axes, MeshInfo
 from .._spec import Spec, replicated
@@ -89,6 +90,9 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if _wants_graph(args, kwargs) or not _fits(lists):
         return _one_by_one(name, args, kwargs, len(args[first]))
     targets = list(args[first])
+    if inplace:
+        for target in targets:
+            before_write(target, name)
     scaling = name in _SCALES and len(lists) == 1
     if any(isinstance(t, DTensor) and P in t._spec.types for t in targets) and not scaling:
         if inplace:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._comm.move import move
 from .._dispatch import policy
-from .._dispatch.copies import before_write
+from .._dispatch.copies import before_write, mark_copies
 from .._dispatch.engine import Cache, Entry, execute, label_one, miss, remember
 from .._dispatch.fallback import write_back
 from .._dispatch.table import register
@@ -91,7 +91,10 @@ class _Windowed:
 
     def __call__(self, x: DTensor) -> Any:
         y = self.window(x, "__getitem__")
-        return y if all(i == slice(None) for i in self.rest) else getitem(_getitem, (y, self.rest), {})
+        if all(i == slice(None) for i in self.rest):
+            return y
+        r = getitem(_getitem, (y, self.rest), {})
+        return mark_copies(r, "__getitem__", x) if self.window.moves else r
 
 
 def _basic(x: DTensor, index: Any, parts: list[Part]) -> Any:

@@ -65,7 +65,8 @@ def matmul_rule(call: Call) -> Rule | None:
     left, right, out = matmul_labels(specs[0].ndim, specs[1].ndim)
     shapes = [s.shape for s in specs]
     if shapes[0][left.index("k")] != shapes[1][right.index("k")]:
-        return None  # torch's own error, from whole tensors
+        call.on_meta()  # torch's own error
+        return None
     strategies = product_strategies((left, right), out, shapes)
     if call.name == "__rmatmul__":
         strategies = [Strategy(s.ins[::-1], s.outs, exact=s.exact) for s in strategies]
@@ -77,6 +78,7 @@ def linear_rule(call: Call) -> Rule | None:
     x, weight = call.specs[:2]
     batch = string.ascii_lowercase[: x.ndim - 1]
     if x.ndim == 0 or weight.ndim not in (1, 2) or x.shape[-1] != weight.shape[-1]:
+        call.on_meta()  # torch's own error
         return None
     labels = (f"{batch}k", "zk" if weight.ndim == 2 else "k")
     out = batch + ("z" if weight.ndim == 2 else "")

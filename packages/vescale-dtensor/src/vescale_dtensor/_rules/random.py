@@ -22,7 +22,7 @@ from .._dispatch import policy
 from .._dispatch.call import first_dtensor, function_name
 from .._dispatch.copies import before_write
 from .._dispatch.engine import Handler, label_one, out_variant, tag, tensors_in
-from .._dispatch.fallback import enter, gather_fallback, owns_memory, write_back
+from .._dispatch.fallback import enter, gather_fallback, write_back
 from .._dispatch.table import spellings
 from .._spec import Spec, spec_of
 from .._tensor import TABLE, DTensor
@@ -88,6 +88,8 @@ def _drop(
     if P in x._spec.types:
         value = _drop(reduced(x), p, False, formula, features, like=x)
         return write_back(x, value) if inplace else value
+    if inplace:
+        before_write(x, "dropout")
     spec = x._spec
     noise_spec = _feature_spec(spec) if features else spec
     r = _run(formula, (), (x, noise_spec, p, inplace, x if like is None else like), {})
@@ -162,10 +164,10 @@ def inplace_draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             f"{_name(func)} would draw into a plain tensor with parameters in a DTensor; distribute it first"
         )
     before_write(x, _name(func))
-    if P in x._spec.types:  # the old values are overwritten: there is nothing to add up
-        if not owns_memory(x):
-            return write_back(x, inplace_draw(func, (reduced(x.detach()), *rest), kwargs))
-        x._spec = x._spec.with_types(reduced_types(x._spec.types))
+    if P in x._spec.types:
+        whole = spec_of(x._spec.mesh, x._spec.shape, reduced_types(x._spec.types))
+        value = tag(_run(torch.empty_like, (), (x,), {"requires_grad": False}), whole)
+        return write_back(x, inplace_draw(func, (value, *rest), kwargs))
     spec = x._spec
     draw_args = tuple(_parameter(a, spec, _name(func)) for a in rest)
     draw_kwargs = {k: _parameter(v, spec, _name(func)) for k, v in kwargs.items() if k != "self"}
