@@ -111,7 +111,7 @@ def build_all(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """Run every benchmark, or those named after --, and keep their rows in bench-results/."""
-    install(session, ["numpy>=1.26"], editable(*PACKAGES, testing=True))
+    install(session, ["numpy>=1.26", "expecttest>=0.2"], editable(*PACKAGES, testing=True))
     results = ROOT / "bench-results"
     results.mkdir(exist_ok=True)
     for script in sorted((ROOT / "benchmarks").glob("[!_]*.py")):

@@ -35,6 +35,7 @@ def main() -> None:
     for size in mesh:
         world *= size
     names = options.only or op_names()[:: options.sample]
+    print(f"{len(names)} operators on {world} ranks; all of torch's take some minutes", flush=True)
     start = time.perf_counter()
     rows = run_opinfo(names, world=world, mesh=mesh, samples=options.samples, form=options.form)
     report(rows, time.perf_counter() - start)
