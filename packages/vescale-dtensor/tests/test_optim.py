@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -227,3 +228,25 @@ def test_hooks_schedulers_scaler_and_plain_parameters() -> None:
     _same(ours, plain)
     assert torch.equal(extra[0], extra[1])
     assert policy.state.plain == "error"
+
+
+@pytest.mark.ranks(4, pool=True)
+@pytest.mark.parametrize(("num_threads", "expected"), [(1, torch.Tensor), (2, DTensor)])
+def test_parameters_are_plain_during_a_step_only_where_no_thread_could_see(
+    num_threads: int, expected: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[type] = []
+    stock = opt.SGD._init_group
+
+    def watching(self: opt.SGD, group: dict[str, Any], *lists: Any) -> Any:
+        seen.append(type(group["params"][0]))
+        return stock(self, group, *lists)
+
+    monkeypatch.setattr(opt.SGD, "_init_group", watching)
+    monkeypatch.setattr(threading, "active_count", lambda: num_threads)
+    p = nn.Parameter(distribute_tensor(torch.ones(8, 3), cached_mesh(2, 2), placements("S0 I")))
+    p.grad = torch.full_like(p, 2.0)
+    opt.SGD([p], lr=0.25).step()
+    assert seen == [expected]
+    assert type(p) is DTensor
+    assert torch.equal(p.detach().full_tensor(), torch.full((8, 3), 0.5))

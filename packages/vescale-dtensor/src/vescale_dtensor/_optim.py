@@ -14,6 +14,7 @@ dispatch stays off would take parts for wholes. Hence a wrapper of the `step` of
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -79,6 +80,8 @@ def local_step(step: Callable[..., Any]) -> Callable[..., Any]:
                 _look(self, ours, work)
             if work.pending or work.foreign:
                 _align(type(self).__name__, work)
+            if threading.active_count() == 1:
+                work.internal += ours
             with _Disabled():
                 for t in work.internal:
                     t.__class__ = Tensor
@@ -107,8 +110,8 @@ class _Work:
         self.foreign: list[tuple[DTensor, dict[str, Any], str]] = []
         """State tensors that lie otherwise than their parameter, or are plain."""
         self.internal: list[Any] = []
-        """State and gradients: plain during the step, for torch takes lists of exact tensors much faster. Parameters
-        stay what they are: another thread may look at one, and must not see its part as the whole."""
+        """What is plain during the step, for torch takes lists of exact tensors much faster: state, gradients, and
+        parameters where there is no other thread that could look at one and take its part for the whole."""
         self.restore: list[tuple[DTensor, Tensor]] = []
         """Gradients to put back after the step."""
         self.unlabelled: list[DTensor] = []
