@@ -124,6 +124,29 @@ def _backward_method(handler: Callable[..., Any]) -> Callable[..., None]:
     return backward
 
 
+def _grad_property() -> property:
+    """`grad`, which every step reads and drops for every parameter."""
+    attribute: Any = Tensor.grad
+    read, write = attribute.__get__, attribute.__set__
+    read_handler, write_handler = TABLE[read], TABLE[write]
+
+    def get(self: DTensor) -> Any:
+        return read_handler(read, (self,), _NOTHING) if _on() and not _num_modes() else read(self)
+
+    def set_(self: DTensor, value: Any) -> None:
+        if not _on() or _num_modes():
+            write(self, value)
+        elif value is None:
+            _run(write, (), (self, None), _NOTHING)
+        else:
+            write_handler(write, (self, value), _NOTHING)
+
+    def delete(self: DTensor) -> None:
+        set_(self, None)
+
+    return property(get, set_, delete, attribute.__doc__)
+
+
 def _install_attributes() -> None:
     """`dtype`, `device` and `requires_grad`: a getter through `__torch_function__` costs twice as much."""
     for name in ("dtype", "device", "requires_grad"):
@@ -175,6 +198,7 @@ def install() -> None:
     _install(_KEYED, _keyed_method)
     DTensor.__getitem__ = _getitem_method(TABLE[Tensor.__getitem__])  # type: ignore[method-assign]
     DTensor.backward = _backward_method(TABLE[Tensor.backward])  # type: ignore[method-assign]
+    DTensor.grad = _grad_property()  # type: ignore[assignment]
     _install_attributes()
 
 

@@ -33,6 +33,7 @@ from .placements import P
 
 _run = torch._C._disabled_torch_function_impl
 _Disabled = torch._C.DisableTorchFunctionSubclass
+_get_grad: Any = Tensor.grad.__get__  # type: ignore[union-attr]
 _set_grad = Tensor.grad.__set__  # type: ignore[union-attr]
 _local_shape = torch._C.TensorBase.shape.__get__  # type: ignore[attr-defined]
 
@@ -121,7 +122,7 @@ class _Work:
 def _look(optimizer: torch.optim.Optimizer, parameters: list[DTensor], work: _Work) -> None:
     """Find what must be aligned; every step runs this, so it only compares (dispatch is off: no hops)."""
     for p in parameters:
-        grad: Any = p.grad
+        grad = _get_grad(p)
         if grad is not None:
             spec = p._spec
             simple = spec.cache.get(_SIMPLE)
