@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ._comm.move import move, run_plan, strip
+from ._comm.move import run_plan
 from ._comm.plan import plan
 from ._mesh import MeshInfo, mesh_info
 from ._spec import Spec, replicated, spec_of
 from ._tensor import DTensor, make
-from .placements import AxisTypes, I, P, Placement, R, duals, short, to_axis_types, to_placement
+from .placements import AxisTypes, I, Placement, R, duals, short, to_axis_types, to_placement
 
 __all__ = ["distribute_tensor", "from_local"]
 
@@ -160,6 +160,3 @@ def _with_gradient(spec: Spec, grad_placements: Sequence[Placement], info: MeshI
                 f"grad_placements[{axis}] = {grad_placements[axis]!r} does not fit placement {to_placement(here)!r}"
             )
     return spec.with_types(types)
-
-
-__all__ += ["P", "R", "move", "strip"]

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
-from ._comm.move import Pending, move, reduced_types, strip
+from ._comm.move import Pending, move, strip
 from ._mesh import _restore, mesh_info
 from ._spec import Spec, global_stride, spec_of
-from .placements import AxisTypes, I, P, R, dual, duals, short, to_axis_types, to_placement
+from .placements import I, R, dual, duals, short, to_axis_types, to_placement
 
 _run = torch._C._disabled_torch_function_impl
 _on = torch._C._is_torch_function_enabled
@@ -294,6 +294,3 @@ def _resolve(func: Any) -> Callable[..., Any]:
     from ._dispatch.table import lookup
 
     return lookup(func)
-
-
-__all__ = ["TABLE", "AxisTypes", "DTensor", "P", "make", "reduced_types", "spec_of"]

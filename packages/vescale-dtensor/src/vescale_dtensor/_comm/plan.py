@@ -35,8 +35,6 @@ class Plan:
     """Axes of more than one rank that change."""
     reducer: AllReduce | None
     """What sums the gradients of a ``cast``."""
-    gathers: bool
-    """Whether sharded data become whole or change dim, which costs communication that a plan may not expect."""
 
 
 def plan(source: Spec, types: AxisTypes) -> Plan:
@@ -52,10 +50,9 @@ def _make(source: Spec, target: Spec) -> Plan:
     axes = tuple(a for a, (s, t) in enumerate(zip(source.types, target.types, strict=True)) if s != t and sizes[a] > 1)
     pairs = {(source.types[a], target.types[a]) for a in axes}
     steps = _Planner(source, target).steps
-    gathers = any(s >= 0 and t != P for s, t in pairs)
     kind = _kind(pairs)
     reducer = AllReduce(source.mesh, axes) if kind == "cast" else None
-    return Plan(source, target, tuple(steps), kind, axes, reducer, gathers)
+    return Plan(source, target, tuple(steps), kind, axes, reducer)
 
 
 def _kind(pairs: set[tuple[int, int]]) -> str:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._mesh import Axes, MeshInfo
-from .._spec import Box, Spec, chunk
+from .._spec import Box, Spec
 from .record import begin, end, note
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
@@ -313,8 +313,3 @@ class ReduceExtremum:
         note("all_reduce", _bytes(out), self.mesh, self.axes)
         dist.all_reduce(out, op=self.op, group=self.group)
         return out
-
-
-def local_chunk(size: int, mesh: MeshInfo, axis: int) -> tuple[int, int]:
-    """Offset and length of this rank's part of `size` elements cut along one axis."""
-    return chunk(size, mesh.sizes[axis], mesh.coordinate[axis])

@@ -15,10 +15,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .._comm.move import move, strip
+from .._comm.move import move
 from .._spec import Spec, replicated, spec_of
 from .._tensor import DTensor
-from ..placements import AxisTypes, I, P, R
+from ..placements import AxisTypes, I, R
 from . import policy
 from .call import Call, LocalFunction, Rewrite, Rule, Strategy
 from .copies import before_write, mark_copies
@@ -48,7 +48,6 @@ class Entry:
         "local",
         "moves",
         "name",
-        "nested",
         "out",
         "outs",
         "plain",
@@ -65,7 +64,6 @@ class Entry:
     outs: list[Spec]
     moves: list[tuple[tuple[Any, ...], AxisTypes, bool]]
     "(path, types, free without gradients) of the operands to move."
-    nested: bool
     local: LocalFunction | None
     rewrite: Rewrite | None
     direct: Rewrite | None
@@ -118,7 +116,6 @@ def _entry(call: Call, answer: Rule, ins: list[AxisTypes], outs: list[AxisTypes]
         for path, s, t in zip(call.paths, call.specs, ins, strict=True)
         if s.types != t
     ]
-    e.nested = any(len(path) > 1 for path, _, _ in e.moves)
     e.implicit = [(s, t) for s, t in zip(call.specs, ins, strict=True) if unwanted(mesh, s.types, t)] or None
     localized = answer.localize(in_specs, e.outs) if answer.localize is not None else None
     e.rewrite = localized if isinstance(localized, Rewrite) else None
@@ -467,9 +464,3 @@ def out_variant(handler: Handler, func: Any, args: tuple[Any, ...], kwargs: dict
                 target.resize_(value.shape) if target.shape != value.shape else None
                 target.copy_(value.full_tensor() if isinstance(value, DTensor) else value)
     return out
-
-
-__all__ = [
-    "Entry", "Handler", "NoRule", "P", "RuleFunction", "clear_caches", "execute", "keyed_handler", "label", "label_one",
-    "miss", "move", "out_variant", "pointwise_handler", "strip", "tag", "tensors_in",
-]  # fmt: skip

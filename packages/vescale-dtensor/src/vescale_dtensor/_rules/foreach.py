@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._comm.batch import all_reduce_batch
-from .._comm.move import move, strip
+from .._comm.move import move, reduced_types, strip
 from .._dispatch.call import function_name
 from .._dispatch.copies import before_write
 from .._dispatch.engine import tag, tensors_in
 from .._mesh import Axes, MeshInfo
 from .._spec import Spec, replicated
-from .._tensor import TABLE, DTensor, make, reduced_types
+from .._tensor import TABLE, DTensor, make
 from ..errors import UnsupportedOperationError
 from ..placements import I, P
 from .copying import aligned

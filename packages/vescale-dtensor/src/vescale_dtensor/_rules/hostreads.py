@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._comm.move import move, strip
+from .._comm.move import move, reduced_types, strip
 from .._comm.record import note
 from .._dispatch.call import function_name
 from .._dispatch.table import register
 from .._mesh import Axes, MeshInfo
 from .._spec import Spec
-from .._tensor import TABLE, DTensor, reduced_types
+from .._tensor import TABLE, DTensor
 from ..errors import UnsupportedOperationError
 from ..placements import I, P
 from .copying import aligned

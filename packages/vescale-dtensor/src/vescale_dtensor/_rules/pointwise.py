@@ -9,7 +9,6 @@ sum as well: keeping it pending would move the reduction to wherever the value i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from torch import Tensor
 from .._dispatch.call import Call, Rule, Shape, Strategy
 from .._dispatch.engine import RuleFunction
 from .._dispatch.table import keyed, pointwise
-from ..placements import I, P, R
+from ..placements import P, R
 
 
 def broadcast(shapes: Sequence[Sequence[int]]) -> Shape:
@@ -185,5 +184,3 @@ keyed(
     conversion_rule,
     inplace=False,
 )
-
-__all__: list[Any] = ["I", "broadcast", "elementwise_strategies"]
