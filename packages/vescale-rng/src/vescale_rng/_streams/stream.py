@@ -1,0 +1,129 @@
+"""`Stream`: a generator seen as a sequence of 32-bit words with a position in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .advance import advance_words
+from .locate import words_since_seed
+from .modes import plain_torch
+
+__all__ = ["Stream"]
+
+_MASK32 = 0xFFFFFFFF
+_BLOCK = 4
+"""Words in a block of Philox; offsets of CUDA generators are multiples of it."""
+
+
+class Stream:
+    """A generator as a sequence of 32-bit words.
+
+    On the CPU (mt19937) all random operators take words from one sequence; the position says how much of it was used.
+    On CUDA (Philox) every thread of a kernel has a sequence of its own, and the position is the offset, in words, at
+    which all of them go on. A stream is a view: it holds nothing but the generator, which others may use in between.
+
+    Args:
+        generator: a CPU generator, or one with ``initial_seed``, ``get_offset`` and ``set_offset`` (CUDA and other
+            accelerators); None: torch's default CPU generator.
+        search_limit: on the CPU, how many words after the seed `position` looks for the state.
+
+    Raises:
+        TypeError: `generator` has no offset and is not of the CPU.
+
+    >>> generator = torch.Generator().manual_seed(1)
+    >>> stream = Stream(generator)
+    >>> ahead = stream.peek(3)
+    >>> u = torch.rand(3, generator=generator)  # a float takes the low 24 bits of one word
+    >>> torch.equal(u, (ahead & 0xFFFFFF) / 2**24), stream.position
+    (True, 3)
+    """
+
+    __slots__ = ("_counted", "generator", "search_limit")
+
+    def __init__(self, generator: torch.Generator | Any = None, *, search_limit: int = 10**11) -> None:
+        self.generator = torch.default_generator if generator is None else generator
+        self.search_limit = search_limit
+        self._counted = torch.device(self.generator.device).type != "cpu"
+        if self._counted and not (hasattr(self.generator, "get_offset") and hasattr(self.generator, "set_offset")):
+            raise TypeError(
+                "generator: expected a CPU generator or one with get_offset and set_offset, got "
+                f"{type(self.generator)} on {self.generator.device}"
+            )
+
+    @property
+    def seed(self) -> int:
+        """The seed, in [0, 2**64); negative seeds wrap."""
+        return int(self.generator.initial_seed()) % 2**64
+
+    @property
+    def position(self) -> int:
+        """Words drawn since seeding; on accelerators the generator's offset.
+
+        On the CPU it is searched for (see `words_since_seed`): under 0.1 s for 10^8 words, seconds for 10^11.
+
+        Raises:
+            RandomError: on the CPU, the state is not found within `search_limit` words of the seed.
+        """
+        if self._counted:
+            return int(self.generator.get_offset())
+        return words_since_seed(self.generator, self.search_limit)
+
+    def jump(self, words: int) -> None:
+        """Move on by `words` words without drawing them; a normal number that waits in a CPU generator stays.
+
+        Args:
+            words: how many; on the CPU >= 0, on accelerators a multiple of 4, and negative to move back.
+
+        Raises:
+            ValueError: `words` is none of these, or leads before the beginning of the stream.
+        """
+        if not self._counted:
+            advance_words(self.generator, words)
+            return
+        offset = int(self.generator.get_offset()) + words
+        if words % _BLOCK or offset < 0:
+            raise ValueError(
+                f"words: expected a multiple of {_BLOCK} that keeps the offset at 0 or more, got {words} at offset "
+                f"{offset - words}"
+            )
+        self.generator.set_offset(offset)
+
+    def peek(self, words: int, *, subsequence: int = 0) -> Tensor:
+        """The next words; the generator does not move.
+
+        Args:
+            words: how many, >= 0.
+            subsequence: on accelerators, the thread whose sequence is meant; 0 on the CPU.
+
+        Returns:
+            int64 (words,) on the CPU, values in [0, 2**32).
+
+        Raises:
+            ValueError: `words` is negative, or `subsequence` is not 0 on the CPU.
+        """
+        if words < 0:
+            raise ValueError(f"words: expected at least 0, got {words}")
+        if self._counted:
+            from .._cuda.philox import philox_words  # only for accelerators
+
+            offset = int(self.generator.get_offset())
+            with plain_torch():
+                first, skipped = divmod(offset, _BLOCK)
+                counters = torch.arange(first, first + (words + skipped + _BLOCK - 1) // _BLOCK, device="cpu")
+                drawn = torch.stack(philox_words(self.seed, subsequence, counters), 1)
+                return drawn.flatten()[skipped : skipped + words].clone()
+        if subsequence:
+            raise ValueError(f"subsequence: a CPU generator has one sequence, 0; got {subsequence}")
+        copy = torch.Generator()
+        copy.set_state(self.generator.get_state())
+        with plain_torch():
+            raw = torch.empty((words + 1) // 2, dtype=torch.int64, device="cpu")
+            raw.random_(-(2**63), None, generator=copy)  # all 64 bits: the first word is the high half
+            return (torch.stack((raw >> 32, raw), 1) & _MASK32).flatten()[:words].clone()
+
+    def __repr__(self) -> str:
+        where = f", offset={self.generator.get_offset()}" if self._counted else ""
+        return f"Stream(device={str(self.generator.device)!r}, seed={self.seed}{where})"
