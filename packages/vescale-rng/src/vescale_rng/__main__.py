@@ -1,8 +1,9 @@
-"""Command line: `python -m vescale_rng plugins` lists the installed plugins."""
+"""Command line: `python -m vescale_rng plugins` lists the installed plugins, `doctor` tests this machine's torch."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 
 from ._plugins import OFF, PROJECT, PluginError, describe, switched_off
@@ -18,12 +19,27 @@ def list_plugins() -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
+def examine(*, as_json: bool) -> int:
+    """Print the doctor's report; the exit status is 1 if anything is not as the model says."""
+    from ._doctor import doctor  # torch is slow to import, and not needed to list plugins
+
+    report = doctor()
+    print(json.dumps(report.to_dict(), indent=2) if as_json else report)
+    return 0 if report.ok else 1
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     parser = argparse.ArgumentParser(prog=f"python -m {PROJECT}", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("plugins", help="list the installed plugins and the hooks that they serve")
-    parser.parse_args(argv)
+    doctor = commands.add_parser(
+        "doctor", help="test this machine's torch, and say what is bitwise here; takes seconds"
+    )
+    doctor.add_argument("--json", action="store_true", help="print the report as JSON")
+    arguments = parser.parse_args(argv)
+    if arguments.command == "doctor":
+        return examine(as_json=arguments.json)
     try:
         print(list_plugins())
     except PluginError as error:
