@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .._layout import Box, Part
 from ..errors import RandomError, UnsupportedRandomOperatorError
@@ -68,7 +68,7 @@ def fill(
         RandomError: if the generator lies on another device, or a tensor of standard deviations has negative ones.
     """
     form = resolve(op, args, kwargs)
-    if local.device.type == "meta" or (type(local) is not Tensor and is_fake(local)):
+    if local.device.type == "meta" or isinstance(local, FakeTensor):
         return
     if local.requires_grad:
         local = local.detach()
