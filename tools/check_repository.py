@@ -1,7 +1,8 @@
 """Check the rules between packages that no linter knows.
 
 * files that every package copies are equal, and so are contracts of one name (`Layout`, `Box`, ...);
-* a package imports only the standard library, itself, its hard dependencies, and inside functions its extras;
+* a package imports only the standard library, itself, its hard dependencies, and inside functions its extras
+  (a module `triton_kernel.py`, named for an extra, may import that at once);
 * no package imports another one of the five;
 * docs/plugins.md names every hook.
 """
@@ -54,13 +55,18 @@ def undeclared_imports() -> Iterator[str]:
             tree = ast.parse(path.read_text())
             late = {node for scope in deferred(tree) for node in ast.walk(scope)}
             for node in ast.walk(tree):
-                allowed = hard | extras if node in late else hard
+                allowed = hard | extras if node in late else hard | own_extras(path, extras)
                 for module in imported(node):
                     where = f"{relative(path)}:{getattr(node, 'lineno', 0)}"
                     if module in MODULES - {own}:
                         yield f"{where}: imports its sibling {module}"
                     elif module not in allowed | {own} | sys.stdlib_module_names:
                         yield f"{where}: {module} is not declared, or an extra outside of a function"
+
+
+def own_extras(path: Path, extras: set[str]) -> set[str]:
+    """Return the extras that a module may import at once: `triton_kernel.py` is there for triton, and imported late."""
+    return {extra for extra in extras if path.name.startswith(f"{extra}_")}
 
 
 def declared(pyproject: Path) -> tuple[set[str], set[str]]:

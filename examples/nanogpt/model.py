@@ -106,10 +106,14 @@ class GPT(nn.Module):
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.initialize()
+
+    def initialize(self) -> None:
+        """Draw the initial parameters, in an order that follows from the model alone."""
         self.apply(_initialize)
         for name, parameter in self.named_parameters():
             if name.endswith(("o_proj.weight", "down.weight")):  # two additions to the residual per layer
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * config.n_layer))
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * self.config.n_layer))
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Return logits [batch, length, vocab_size] and, where there are targets, the mean cross entropy.

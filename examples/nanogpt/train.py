@@ -10,6 +10,7 @@ one class, `Trainer`, trains both models.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import os
 import statistics
@@ -19,6 +20,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from datetime import timedelta
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 
@@ -185,7 +187,7 @@ def run_rank(rank: int, world_size: int, folder: str, options: argparse.Namespac
             world_size=world_size,
             timeout=timedelta(seconds=120),
         )
-        with random_mode("whole"):  # dropout draws what one device draws
+        with one_device_numbers():
             equal = train(options)
         dist.destroy_process_group()
     except BaseException:
@@ -194,6 +196,11 @@ def run_rank(rank: int, world_size: int, folder: str, options: argparse.Namespac
         raise
     if not equal:
         sys.exit(1)
+
+
+def one_device_numbers() -> contextlib.AbstractContextManager[None]:
+    """Let dropout draw what one device draws: vescale-rng does so by being installed, each rank its part."""
+    return contextlib.nullcontext() if find_spec("vescale_rng") else random_mode("whole")
 
 
 def _leave_traceback(rank: int, folder: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from vescale_dtensor import random_mode
+from vescale_dtensor import _random, random_mode
 
 FOLDER = Path(__file__).parents[3] / "examples" / "nanogpt"
 SMALL = ["--steps", "3", "--layers", "2", "--width", "32", "--batch-size", "8", "--dtype", "float64"]
@@ -55,13 +55,17 @@ def test_mesh_of_one_rank(tmp_path: Path) -> None:
 
 @pytest.mark.ranks(2)
 def test_other_random_numbers_are_noticed(rank: int, tmp_path: Path) -> None:
-    equal, _ = train("dp=2", tmp_path, "--dropout", "0.5")  # each shard draws from a stream of its own
+    _random.use_provider(None)  # each shard draws from a stream of its own
+    try:
+        equal, _ = train("dp=2", tmp_path, "--dropout", "0.5")
+    finally:
+        _random.forget_provider()
     assert equal == (rank != 0)
 
 
 def run(*command: str, timeout: float = 100) -> subprocess.CompletedProcess[str]:
     """Run a command with its output captured and one thread per process."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "VESCALE_PLUGINS_OFF")}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     return subprocess.run(
         command, capture_output=True, text=True, timeout=timeout, env=environment, cwd=FOLDER, check=False

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ._comm.move import run_plan
 from ._comm.plan import plan
 from ._mesh import MeshInfo, mesh_info
+from ._order import in_order
 from ._spec import Spec, replicated, spec_of
 from ._tensor import DTensor, make
 from .placements import AxisTypes, I, Placement, R, duals, short, to_axis_types, to_placement
@@ -78,15 +79,15 @@ def _types(placements: Sequence[Placement], info: MeshInfo, ndim: int, argument:
     return to_axis_types(placements, mesh_ndim=info.ndim, ndim=ndim, argument=argument)
 
 
-def _broadcast(local: Tensor, info: MeshInfo, source: int) -> Tensor:
-    local = local.clone(memory_format=torch.contiguous_format)
+def _broadcast(whole: Tensor, info: MeshInfo, source: int) -> Tensor:
+    local = whole.clone(memory_format=torch.contiguous_format)
     for axis in range(info.ndim):
         if not 0 <= source < info.sizes[axis]:
             raise ValueError(
                 f"src_data_rank = {source} is outside mesh axis {info.axis_name(axis)!r} of size {info.sizes[axis]}"
             )
         dist.broadcast(local, group=info.group((axis,)), group_src=source)
-    return local
+    return in_order(local, whole.shape, whole.stride())
 
 
 def from_local(

@@ -214,7 +214,7 @@ def _drawn(
 
     local = torch.empty(spec.local_shape, dtype=dtype, device=spec.mesh.device_type)
     whole = spec.with_types(tuple(I if t in (P, R) else t for t in spec.types))
-    _random.fill(op, local, whole, args, {} if generator is None else {"generator": generator})
+    _random.fill(op, local, whole, args, {} if generator is None else {"generator": generator}, contiguous=True)
     return _done(local, spec, requires_grad)
 
 

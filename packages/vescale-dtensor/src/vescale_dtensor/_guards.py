@@ -20,6 +20,7 @@ changed                                         because
 ``to_dlpack``                                   exports the storage
 ``jit.trace``, ``jit.trace_module``             trace local sizes
 ``torch.compile``                               must hear that the class is not traceable
+``nn.init.sparse_``                             makes plain indices, which are alike on all ranks
 ==============================================  ======================================================
 
 What stays open, because wrapping it would break or slow more than it guards: `torch.Tensor(x)` and the
@@ -41,6 +42,7 @@ from torch import Tensor
 
 from ._autograd import install as install_autograd
 from ._comm.move import strip
+from ._dispatch import policy
 from ._dispatch.table import lookup, register
 from ._spec import Spec
 from ._tensor import TABLE, DTensor
@@ -227,6 +229,22 @@ def _guard_compile() -> None:
     _replace(torch, "compile", make)
 
 
+def _let_sparse_init(original: Any) -> Any:
+    """Take the random rows that `sparse_` picks for the same on every rank, since generators are in step."""
+
+    @functools.wraps(original)
+    def wrapper(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if tensor.__class__ is not DTensor:
+            return original(tensor, *args, **kwargs)
+        policy.state.inside_modules += 1
+        try:
+            return original(tensor, *args, **kwargs)
+        finally:
+            policy.state.inside_modules -= 1
+
+    return wrapper
+
+
 # ------------------------------------------------------------------ what dispatches but cannot be done
 
 
@@ -289,3 +307,4 @@ def install() -> None:
     _guard_functorch()
     _guard_export()
     _guard_compile()
+    _replace(torch.nn.init, "sparse_", _let_sparse_init)

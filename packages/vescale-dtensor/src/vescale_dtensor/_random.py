@@ -4,7 +4,7 @@
 
 * mode ``"whole"``: every rank draws the whole tensor with the generator that one device would use,
   and keeps its part. The numbers are those of one device, at the cost of one device.
-* a plugin (`vescale_random`, for example vescale-rng) draws the local part of that stream.
+* a plugin (`vescale_random`: vescale-rng is one) draws the local part of that stream, at the cost of the part.
 * otherwise every shard has a stream of its own: reproducible, different per shard, the same on
   replicas, and *not* the numbers of one device.
 
@@ -17,8 +17,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,8 @@ from torch import Tensor
 
 from . import _hooks
 from ._mesh import MeshInfo
-from ._spec import Spec, contiguous_stride, global_stride
+from ._order import agreed_stride, ranks_may_differ
+from ._spec import Spec, contiguous_stride
 from .errors import DTensorError, UnsupportedOperationError
 from .placements import P
 
@@ -38,11 +38,11 @@ __all__ = ["RandomMode", "fill", "random_mode", "set_random_mode"]
 RandomMode = Literal["shard", "whole"]
 
 _M32, _M64 = (1 << 32) - 1, (1 << 64) - 1
+_NOTHING: dict[str, Any] = {}
 _run = torch._C._disabled_torch_function_impl
 
 
-@dataclass(frozen=True, slots=True)
-class _Box:
+class _Box(NamedTuple):
     offset: tuple[int, ...]
     """First element of the box in the whole tensor."""
     shape: tuple[int, ...]
@@ -57,6 +57,8 @@ class _State:
         self.provider: RandomProvider | None = None
         self.asked = False
         self.scopes: dict[str, str] = {}
+        self.token = object()
+        """Marks what was prepared by the present provider."""
 
 
 state = _State()
@@ -93,22 +95,34 @@ def random_mode(mode: RandomMode) -> Iterator[None]:
 def provider() -> RandomProvider | None:
     """The plugin's object that draws, asked for once."""
     if not state.asked:
-        state.provider, state.asked = _hooks.random_provider(), True
-        state.scopes.clear()
+        use_provider(_hooks.random_provider())
     return state.provider
+
+
+def use_provider(new: RandomProvider | None) -> None:
+    """Draw with `new` from now on, None for one stream per shard, whatever plugins are installed."""
+    state.provider, state.asked = new, True
+    state.scopes.clear()
+    state.token = object()
 
 
 def forget_provider() -> None:
     """Ask the plugins anew at the next draw."""
-    state.provider, state.asked = None, False
-    state.scopes.clear()
+    use_provider(None)
+    state.asked = False
 
 
 # ------------------------------------------------------------------ filling
 
 
 def fill(
-    op: str, local: Tensor, spec: Spec, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    op: str,
+    local: Tensor,
+    spec: Spec,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    contiguous: bool = False,
 ) -> Tensor:
     """Fill the local part of a tensor with this rank's elements of a global draw, in place.
 
@@ -122,23 +136,31 @@ def fill(
         spec: where the elements stand. Along a pending sum the first rank gets the draw, the others zeros.
         args: parameters of the distribution; tensors among them are local parts of the same shape.
         kwargs: named ones, and `generator`.
+        contiguous: say that one device would lay out the whole in the usual order, whatever `local` tells.
 
     Returns:
         `local`.
     """
+    return _run(_fill, (), (op, local, spec, args, kwargs or {}, contiguous), {})  # type: ignore[no-any-return]
+
+
+def _fill(
+    op: str, local: Tensor, spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any], contiguous: bool = False
+) -> Tensor:
+    if state.mode == "shard":
+        prepared = spec.cache.get((op, local.dtype, local.device, local.stride()))
+        if prepared is not None and prepared[0] is state.token:
+            prepared[1](local, args, kwargs)
+            return local
     if local.device.type == "meta":
         return local
-    return _run(_fill, (), (op, local, spec, args, kwargs or {}), {})  # type: ignore[no-any-return]
-
-
-def _fill(op: str, local: Tensor, spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     generator = kwargs.get("generator") or default_generator(local.device)
     if spec.mesh not in _agreed:
         check_agreement(spec.mesh, generator)
     if state.mode == "whole":
-        _fill_whole(op, local, spec, args, kwargs)
+        _fill_whole(op, local, spec, args, kwargs, contiguous)
     elif provider() is not None:
-        _fill_by_provider(op, local, spec, args, kwargs)
+        _fill_by_provider(op, local, spec, args, kwargs, contiguous)
     else:
         own = shard_generator(spec, generator, local.device)
         apply(op, local, args, {**kwargs, "generator": own})
@@ -148,19 +170,28 @@ def _fill(op: str, local: Tensor, spec: Spec, args: tuple[Any, ...], kwargs: dic
 
 
 def keep_mask(noise: Tensor, spec: Spec, p: float) -> Tensor:
-    """`fill("dropout", noise, spec, (p,))` with dispatch off, cheaper where each shard has its own stream."""
-    if state.mode != "shard" or state.provider is not None or shard_generator not in spec.cache or P in spec.types:
-        return _fill("dropout", noise, spec, (p,), {}) if noise.device.type != "meta" else noise
-    device = noise.device
-    return noise.bernoulli_(1 - p, generator=shard_generator(spec, default_generator(device), device))
+    """`fill("dropout", noise, spec, (p,))` with dispatch off, by the shortest way."""
+    if state.mode == "shard":
+        device = noise.device
+        prepared = spec.cache.get(("dropout", noise.dtype, device, noise.stride()))
+        if prepared is not None and prepared[0] is state.token:
+            prepared[1](noise, (p,), _NOTHING)
+            return noise
+        plain = state.provider is None and state.asked and device.type != "meta"
+        if plain and shard_generator in spec.cache and P not in spec.types:
+            return noise.bernoulli_(1 - p, generator=shard_generator(spec, default_generator(device), device))
+    return _fill("dropout", noise, spec, (p,), {})
 
 
-def _fill_whole(op: str, local: Tensor, spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _fill_whole(
+    op: str, local: Tensor, spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any], contiguous: bool
+) -> None:
     """Draw all of the tensor as one device would; tensor arguments stand among zeros, which draw as much."""
+    stride = contiguous_stride(spec.shape) if contiguous else agreed_stride(spec, local.stride())
     if tuple(spec.local_shape) == tuple(spec.shape):
         apply(op, local, args, kwargs)
         return
-    whole = torch.empty_strided(tuple(spec.shape), _stride(local, spec), dtype=local.dtype, device=local.device)
+    whole = torch.empty_strided(tuple(spec.shape), stride, dtype=local.dtype, device=local.device)
     args = tuple(_among_zeros(a, spec) if isinstance(a, Tensor) and a.ndim else a for a in args)
     apply(op, whole, args, kwargs)
     local.copy_(window(whole, spec))
@@ -172,16 +203,26 @@ def _among_zeros(part: Tensor, spec: Spec) -> Tensor:
     return whole
 
 
-def _fill_by_provider(op: str, local: Tensor, spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _fill_by_provider(
+    op: str, local: Tensor, spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any], contiguous: bool
+) -> None:
     asked = provider()
     assert asked is not None
     scope = state.scopes.get(op)
     if scope is None:
         scope = state.scopes[op] = asked.scope(op)
-    shape, stride = tuple(spec.shape), _stride(local, spec)
+    shape = tuple(spec.shape)
+    stride = contiguous_stride(shape) if contiguous else agreed_stride(spec, local.stride())
     if scope == "local":
+        boxes = (_Box(spec.local_offset, spec.local_shape),)
+        prepare = getattr(asked, "prepare", None)
+        if prepare is not None and not ranks_may_differ(spec) and P not in spec.types:
+            draw = prepare(op, local, shape, stride, boxes)
+            spec.cache[op, local.dtype, local.device, local.stride()] = state.token, draw
+            draw(local, args, kwargs)
+            return
         target = local if local.is_contiguous() else torch.empty_like(local, memory_format=torch.contiguous_format)
-        asked.fill(op, target, shape, stride, [_Box(spec.local_offset, spec.local_shape)], args, kwargs)
+        asked.fill(op, target, shape, stride, boxes, args, kwargs)
         if target is not local:
             local.copy_(target)
         return
@@ -200,13 +241,6 @@ def window(whole: Tensor, spec: Spec) -> Tensor:
     for dim in spec.sharded:
         whole = whole.narrow(dim, spec.local_offset[dim], spec.local_shape[dim])
     return whole
-
-
-def _stride(local: Tensor, spec: Spec) -> tuple[int, ...]:
-    """Strides that one device would give the whole: they decide the order of its draws."""
-    if local.is_contiguous():
-        return contiguous_stride(spec.shape)
-    return tuple(global_stride(spec, local.stride()))
 
 
 # ------------------------------------------------------------------ the operators, on plain tensors

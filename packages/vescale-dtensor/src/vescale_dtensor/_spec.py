@@ -146,11 +146,13 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 def global_stride(spec: Spec, local_stride: Sequence[int]) -> tuple[int, ...]:
     """Return the stride that the whole tensor would have if laid out in memory as the local part is.
 
-    Dims keep their order in memory; a broadcast dim (stride 0) stays one.
+    Dims keep their order in memory; a broadcast dim (stride 0) stays one. Where this rank holds at most one
+    position of a dim, the stride of that dim still tells: views keep it, as operators on them may not.
     """
     if tuple(local_stride) == contiguous_stride(spec.local_shape):
         return contiguous_stride(spec.shape)
-    order = sorted(range(spec.ndim), key=lambda d: (local_stride[d], spec.local_shape[d]))
+    # A dim of one position has the stride of the dim around it.
+    order = sorted(range(spec.ndim), key=lambda d: (local_stride[d], max(spec.local_shape[d], 1), -d))
     stride = list(local_stride)
     factor_num, factor_den = 1, 1
     for d in order:

@@ -89,6 +89,32 @@ class RandomProvider(Protocol):
         """
 
 
+class PreparingProvider(RandomProvider, Protocol):
+    """A provider that works out a draw once, for many calls. `prepare` is optional: a host that finds none fills."""
+
+    def prepare(
+        self,
+        op: str,
+        local: torch.Tensor,
+        global_shape: tuple[int, ...],
+        global_stride: tuple[int, ...],
+        boxes: Sequence[Box],
+    ) -> Callable[[torch.Tensor, tuple[Any, ...], Mapping[str, Any]], None]:
+        """Return a function `(local, args, kwargs)` that does what `fill` does for one operator and one layout.
+
+        Called once per operator of the scope "local", layout, dtype and device; the answer is kept and called for
+        every draw, with tensors like `local`. What changes from call to call, such as the generator or a mode of
+        the provider, is looked up by the function. It draws nothing itself.
+
+        Args:
+            op: as for `fill`.
+            local: tensor of the shape, the strides (any), the dtype and the device of those to come.
+            global_shape: as for `fill`.
+            global_stride: as for `fill`.
+            boxes: as for `fill`; if there is one box, `local` has its shape.
+        """
+
+
 class OpRegistry(Protocol):
     """Takes sharding rules for operators that vescale_dtensor does not know."""
 

@@ -26,6 +26,8 @@ CASES: dict[str, Callable[[Any], Any]] = {
     "new_full": lambda x: x.new_full((2, 2), 7),
     "new_empty": lambda x: x.new_empty((4,)).fill_(2),
     "new_tensor": lambda x: x.new_tensor([1, 2, 3]),
+    "new": lambda x: x.new(torch.Size((2, 3))).fill_(2),
+    "new-sizes": lambda x: x.new(2, 3).fill_(2),
 }
 
 

@@ -29,8 +29,7 @@ UNIT = torch.linspace(0.05, 0.95, 60, dtype=torch.float64).view(5, 3, 4)
 @contextlib.contextmanager
 def _provider(provider: Any) -> Iterator[None]:
     """Draw with `provider`, None for one stream per shard, whatever plugins are installed."""
-    _random.state.provider, _random.state.asked = provider, True
-    _random.state.scopes.clear()
+    _random.use_provider(provider)
     try:
         yield
     finally:
@@ -265,6 +264,26 @@ class _Recorder:
         self.calls.append((op, global_shape, global_stride, [(b.offset, b.shape) for b in boxes], args, dict(kwargs)))
 
 
+class _PreparingRecorder(_Recorder):
+    """One that is asked once for every layout."""
+
+    def __init__(self) -> None:
+        super().__init__("local")
+        self.prepared: list[tuple[Any, ...]] = []
+
+    def prepare(
+        self, op: str, local: torch.Tensor, global_shape: tuple[int, ...], global_stride: tuple[int, ...],
+        boxes: Sequence[Any],
+    ) -> Callable[[torch.Tensor, tuple[Any, ...], Mapping[str, Any]], None]:  # fmt: skip
+        self.prepared.append((op, tuple(local.shape), local.stride(), global_shape, global_stride))
+
+        def draw(local: torch.Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            local.fill_(1)
+            self.calls.append((op, args, dict(kwargs)))
+
+        return draw
+
+
 @pytest.mark.ranks(4, pool=True)
 @pytest.mark.parametrize("scope", ["local", "global"])
 def test_provider_is_asked(scope: str) -> None:
@@ -282,8 +301,40 @@ def test_provider_is_asked(scope: str) -> None:
     assert recorder.calls[1] == ("normal_", (6, 3), (3, 1), [box], (0.0, 2.0), {})
     assert recorder.calls[2][:2] == ("uniform_", (3, 6))
     assert recorder.calls[3][0] == "rand_like"
-    if x._spec.local_shape[0] > 1:
-        assert recorder.calls[2][2] == (1, 3)
+    assert recorder.calls[2][2] == (1, 3)
+
+
+@pytest.mark.ranks(4, pool=True)
+def test_provider_prepares_once() -> None:
+    mesh = cached_mesh(4)
+    recorder = _PreparingRecorder()
+    with _provider(recorder):
+        x = distribute_tensor(torch.full((8, 6), 2.0), mesh, [Shard(0)])
+        for p in (0.5, 0.5, 0.75):
+            y = F.dropout(x, p)
+            assert (y.to_local() == 2 / (1 - p)).all()
+        generator = torch.Generator()
+        x.normal_(0.0, 2.0, generator=generator)
+        x.t().normal_()
+        with random_mode("whole"):
+            F.dropout(x, 0.5)
+        assert recorder.calls == [
+            ("dropout", (0.5,), {}),
+            ("dropout", (0.5,), {}),
+            ("dropout", (0.75,), {}),
+            ("normal_", (0.0, 2.0), {"generator": generator}),
+            ("normal_", (), {}),
+        ]
+        assert recorder.prepared == [
+            ("dropout", (2, 6), (6, 1), (8, 6), (6, 1)),
+            ("normal_", (2, 6), (6, 1), (8, 6), (6, 1)),
+            ("normal_", (6, 2), (1, 6), (6, 8), (1, 6)),
+        ]
+    other = _PreparingRecorder()
+    with _provider(other):
+        F.dropout(x, 0.5)
+    assert len(other.calls) == 1
+    assert len(recorder.calls) == 5
 
 
 @pytest.mark.ranks(4)

@@ -16,9 +16,10 @@ from torch import Tensor
 from ._choose import PartLike, choose_part
 from ._cuda.generator import EmulatedGenerator
 from ._cuda.laws import dropout_scale
-from ._draw.fill import fill, take
+from ._draw.fill import take
 from ._draw.keep import keep
 from ._draw.mode import active_sampler
+from ._draw.prepared import fill_again
 from ._draw.whole import run_whole
 
 __all__ = [
@@ -91,7 +92,7 @@ def draw(
     if device is None and mesh is not None:
         device = mesh.device_type
     local = torch.empty(held.local_shape, dtype=dtype, device=device)
-    fill(op, local, held, args, {} if generator is None else {"generator": generator})
+    fill_again(op, local, held, args, {} if generator is None else {"generator": generator})
     return local
 
 
@@ -140,7 +141,7 @@ def fill_(
     held = choose_part(tuple(shape), part, mesh, placements, stride)
     if local.requires_grad and torch.is_grad_enabled():
         raise ValueError("local: needs gradients; fill `local.detach()`, or call within torch.no_grad()")
-    fill(op, local, held, args, {} if generator is None else {"generator": generator})
+    fill_again(op, local, held, args, {} if generator is None else {"generator": generator})
     return local
 
 
@@ -250,7 +251,7 @@ def dropout(
         return local * local.new_zeros(())
     held = choose_part(tuple(shape), part, mesh, placements, stride)
     noise = torch.empty_like(local, requires_grad=False)
-    fill("dropout", noise, held, (p,), {} if generator is None else {"generator": generator})
+    fill_again("dropout", noise, held, (p,), {} if generator is None else {"generator": generator})
     if local.device.type == "cpu" and not _emulated(generator):
         return local * noise.div_(1 - p)
     return local * noise * dropout_scale(p, local.dtype)  # the products of the fused kernel

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .._order import in_order
 from .._spec import Spec
 from ..placements import AxisTypes, I, P
 from . import record
@@ -30,6 +31,7 @@ _run = torch._C._disabled_torch_function_impl
 _as_subclass = Tensor.as_subclass
 _requires_grad = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _version = Tensor._version.__get__  # type: ignore[attr-defined]
+_stride = Tensor.stride
 _grad_enabled = torch.is_grad_enabled
 
 
@@ -48,7 +50,8 @@ def needs_grad(x: Tensor) -> bool:
 
 
 def run_plan(local: Tensor, steps: Plan) -> Tensor:
-    """Run a plan on plain local data, without autograd."""
+    """Run a plan on plain local data, without autograd. Dims keep their order in memory, as on one device."""
+    shape, stride = local.shape, local.stride()
     for step in steps.steps:
         span = record.begin(type(step).__name__)
         work, finish = step.start(local)
@@ -56,7 +59,7 @@ def run_plan(local: Tensor, steps: Plan) -> Tensor:
             work.wait()
         local = finish()
         record.end(span)
-    return local
+    return local if stride == steps.stride else in_order(local, shape, stride)
 
 
 class _Move(torch.autograd.Function):
@@ -170,6 +173,8 @@ class Pending:
                 record.end(self._span)
             source, target = self._steps.source, self._steps.target
             y = self._local
+            if self._source.stride() != self._steps.stride:
+                y = in_order(y, self._source.shape, self._source.stride())
             if needs_grad(self._source):
                 y = _Attach.apply(self._source, source, target, y)  # type: ignore[no-untyped-call]
             elif y is self._source:
@@ -236,7 +241,8 @@ def _reduce(x: DTensor, steps: Plan) -> Tensor:
         return move_local(grad, source, target) if grad.requires_grad else None
 
     y.register_hook(keep_differentiable)  # type: ignore[no-untyped-call]
-    return y
+    stride = _run(_stride, (), (x,), {})
+    return y if stride == steps.stride else in_order(y, y.shape, stride)
 
 
 def reduced_types(types: AxisTypes) -> AxisTypes:

@@ -15,7 +15,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from .._mesh import Axes
-from .._spec import Spec
+from .._spec import Spec, contiguous_stride
 from ..placements import AxisTypes, I, P, R
 from .steps import AllGather, AllReduce, Exchange, KeepFirst, Pad, ReduceScatter, Relabel, Slice, Step
 
@@ -26,6 +26,8 @@ class Plan:
 
     source: Spec
     target: Spec
+    stride: tuple[int, ...]
+    """Strides of a local part of the source that lies in memory in the usual order."""
     steps: tuple[Step, ...]
     """What to run in order; empty where the local data are already right."""
     kind: str
@@ -52,7 +54,7 @@ def _make(source: Spec, target: Spec) -> Plan:
     steps = _Planner(source, target).steps
     kind = _kind(pairs)
     reducer = AllReduce(source.mesh, axes) if kind == "cast" else None
-    return Plan(source, target, tuple(steps), kind, axes, reducer)
+    return Plan(source, target, contiguous_stride(source.local_shape), tuple(steps), kind, axes, reducer)
 
 
 def _kind(pairs: set[tuple[int, int]]) -> str:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .._comm.move import move
+from .._order import keep_order, loses_order
 from .._spec import Spec, replicated, spec_of
 from .._tensor import DTensor
 from ..placements import AxisTypes, I, R
@@ -29,6 +30,7 @@ RuleFunction = Callable[[Call], "Rule | None"]
 
 _run = torch._C._disabled_torch_function_impl
 _grad_enabled = torch.is_grad_enabled
+_stride = Tensor.stride
 _NOTHING: dict[str, Any] = {}
 _LIMIT = 1 << 14
 """Entries per function before its cache is emptied: programs with ever new shapes must not leak."""
@@ -51,7 +53,9 @@ class Entry:
         "out",
         "outs",
         "plain",
+        "reorder",
         "rewrite",
+        "thin",
         "varying",
         "view",
     )
@@ -71,6 +75,10 @@ class Entry:
     inplace: bool
     plain: bool
     "Whether a plain tensor other than a scalar takes part."
+    reorder: bool
+    "Whether the result must be told the order in memory that this rank's part of an operand is too small to show."
+    thin: bool
+    "The same as `fast`, apart from `reorder`."
     varying: bool
     "Whether a result has type R, which without gradients must become I."
     implicit: list[tuple[Spec, AxisTypes]] | None
@@ -83,7 +91,13 @@ class NoRule(Exception):
 
 
 def miss(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rule: RuleFunction, *, inplace: bool = False
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    rule: RuleFunction,
+    *,
+    inplace: bool = False,
+    elementwise: bool = False,
 ) -> Entry:
     """Make the entry for one kind of call."""
     call = Call(func, args, kwargs)
@@ -98,10 +112,12 @@ def miss(
     if solution is None:
         raise NoRule
     ins, outs = solution
-    return _entry(call, answer, ins, outs, inplace)
+    return _entry(call, answer, ins, outs, inplace, elementwise)
 
 
-def _entry(call: Call, answer: Rule, ins: list[AxisTypes], outs: list[AxisTypes], inplace: bool) -> Entry:
+def _entry(
+    call: Call, answer: Rule, ins: list[AxisTypes], outs: list[AxisTypes], inplace: bool, elementwise: bool
+) -> Entry:
     mesh, e = call.mesh, Entry()
     e.name, e.inplace = call.name, inplace
     e.plain = any(p and t.numel() != 1 for p, t in zip(call.plain, call.operands, strict=True))
@@ -124,9 +140,11 @@ def _entry(call: Call, answer: Rule, ins: list[AxisTypes], outs: list[AxisTypes]
         a != b and mesh.sizes[k] > 1 and not {a, b} <= {I, R}
         for k, (a, b) in enumerate(zip(call.specs[0].types, ins[0], strict=True))
     )
+    e.reorder = elementwise and not inplace and e.out is not None and loses_order(e.out)
     nothing_else = not (e.moves or e.plain or inplace or e.varying) and e.out is not None
-    e.direct = e.rewrite if nothing_else else None
-    e.fast = nothing_else and e.local is None and e.rewrite is None
+    e.direct = e.rewrite if nothing_else and not e.reorder else None
+    as_it_is = nothing_else and e.local is None and e.rewrite is None
+    e.fast, e.thin = as_it_is and not e.reorder, as_it_is and e.reorder and e.name != "contiguous"
     return e
 
 
@@ -137,6 +155,10 @@ def execute(e: Entry, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """Run one call by its entry and label the results."""
     if e.fast:
         r = _run(func, (), args, kwargs)
+    elif e.thin and not kwargs and args[0].__class__ is DTensor and args[0]._spec is e.out:
+        r = _run(func, (), args, kwargs)
+        if isinstance(r, Tensor) and _run(_stride, (), (args[0],), {}) != _run(_stride, (), (r,), {}):
+            r = keep_order(r, args)
     elif e.direct is not None:
         r = _run(e.direct.function, (), (args[0], *e.direct.tail), _NOTHING)
     else:
@@ -171,11 +193,21 @@ def _execute_general(e: Entry, func: Any, args: tuple[Any, ...], kwargs: dict[st
         r = _run(func, (), args, kwargs)
     if e.inplace:
         return original
+    if e.reorder and isinstance(r, Tensor):
+        r = keep_order(r, args, _memory_format(e, args, kwargs))
     if e.view:
         return mark_copies(label(r, e), e.name, original)
     if e.plain and isinstance(r, Tensor) and any(r is a for a in args):
         r = _run(Tensor.as_subclass, (), (r, Tensor), {})  # never label a tensor that the caller passed in
     return label(r, e)
+
+
+def _memory_format(e: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.memory_format | None:
+    """The order in memory that a call asks for."""
+    for value in (*kwargs.values(), *args):
+        if value.__class__ is torch.memory_format:
+            return value
+    return torch.contiguous_format if e.name == "contiguous" else None
 
 
 def apply_moves(e: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -345,7 +377,7 @@ def pointwise_handler(rule: RuleFunction, fallback: Handler, *, inplace: bool = 
         e = find(key)
         if e is None:
             try:
-                e = remember(cache, key, miss(func, args, kwargs, rule, inplace=inplace))
+                e = remember(cache, key, miss(func, args, kwargs, rule, inplace=inplace, elementwise=True))
             except NoRule:
                 return fallback(func, args, kwargs)
         if e.fast:

@@ -20,6 +20,7 @@ from .._comm.record import note
 from .._comm.steps import intersect, window_of
 from .._dispatch import policy
 from .._dispatch.copies import mark_copies
+from .._order import in_order
 from .._spec import Box, Spec, box_at, spec_of
 from .._tensor import DTensor
 from ..placements import I, R
@@ -101,8 +102,9 @@ class Window:
         return out
 
     def pull(self, local: Tensor) -> Tensor:
-        """Local part of the window."""
-        return self.exchange(local[self.local], self.held, self.send, self.receive, self.wanted)
+        """Local part of the window; dims keep their order in memory."""
+        part = self.exchange(local[self.local], self.held, self.send, self.receive, self.wanted)
+        return in_order(part, local.shape, local.stride())
 
     def push(self, grad: Tensor) -> Tensor:
         """Transpose of `pull`."""

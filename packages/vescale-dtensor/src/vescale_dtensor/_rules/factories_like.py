@@ -42,4 +42,4 @@ def new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 pointwise("zeros_like ones_like full_like empty_like", like_rule, inplace=False)
-register("new_zeros new_ones new_full new_empty new_empty_strided new_tensor", new)
+register("new new_zeros new_ones new_full new_empty new_empty_strided new_tensor", new)

@@ -24,12 +24,14 @@ from .._dispatch.copies import before_write
 from .._dispatch.engine import Handler, label_one, out_variant, tag, tensors_in
 from .._dispatch.fallback import enter, gather_fallback, write_back
 from .._dispatch.table import spellings
+from .._order import keep_order, loses_order
 from .._spec import Spec, spec_of
 from .._tensor import TABLE, DTensor
 from ..errors import UnsupportedOperationError
 from ..placements import I, P, R
 
 _run = torch._C._disabled_torch_function_impl
+_HALF = (torch.float16, torch.bfloat16)
 _requires_grad = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
@@ -94,6 +96,8 @@ def _drop(
     noise_spec = _feature_spec(spec) if features else spec
     r = _run(formula, (), (x, noise_spec, p, inplace, x if like is None else like), {})
     if r.__class__ is Tensor:
+        if loses_order(spec):
+            r = keep_order(r, (x,))
         r.__class__ = DTensor
         r._spec = spec  # type: ignore[attr-defined]
     return r
@@ -119,7 +123,12 @@ def _dropped(x: Tensor, spec: Spec, p: float, inplace: bool, like: Tensor) -> Te
     if p == 1:
         noise = torch.zeros((), dtype=x.dtype, device=x.device)
     else:
-        noise = _noise(like, spec, p).div_(1 - p)
+        noise = _noise(like, spec, p)
+        if x.device.type != "cpu" and x.dtype in _HALF:
+            # Fused kernels scale the product, in float32; the scale in 16 bits would be another one.
+            product = x.mul_(noise) if inplace else torch.mul(x, noise)
+            return product.mul_(1 / (1 - p))
+        noise = noise.div_(1 - p)
     return x.mul_(noise) if inplace else torch.mul(x, noise)
 
 
@@ -143,11 +152,13 @@ def native_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     spec = x._spec
 
     def local(x: Tensor) -> tuple[Tensor, Tensor]:
-        if bound["train"] is False or p == 0:
+        if not spec.numel:
+            return x, torch.empty_like(x)
+        if bound["train"] is False:
             return x.clone(), torch.ones_like(x, dtype=torch.bool)
         noise = _noise(x, spec, p)
         scale = 0.0 if p == 1 else 1.0 / (1.0 - p)
-        return x * noise * scale, noise.bool()
+        return x * (noise * scale), noise.bool()
 
     out, mask = _run(local, (), (x,), {})
     return label_one(out, x._spec), label_one(mask, x._spec)
@@ -227,11 +238,11 @@ def bernoulli(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     rest = {k: v for k, v in kwargs.items() if k not in ("out", "input")}
     x = reduced(args[0] if args else kwargs["input"])
     p = args[1] if len(args) > 1 else rest.pop("p", None)
-    local = _run(torch.empty_like, (), (x,), {})
+    local = _run(torch.empty_like, (), (x,), {"memory_format": torch.contiguous_format})  # torch's is contiguous too
     if p is None:
-        _random.fill("bernoulli", local, x._spec, (strip(x).detach(),), rest)
+        _random.fill("bernoulli", local, x._spec, (strip(x).detach(),), rest, contiguous=True)
     else:
-        _random.fill("bernoulli_", local, x._spec, (_parameter(p, x._spec, "bernoulli"),), rest)
+        _random.fill("bernoulli_", local, x._spec, (_parameter(p, x._spec, "bernoulli"),), rest, contiguous=True)
     return tag(local, factory_spec(x._spec))
 
 
@@ -254,7 +265,7 @@ def normal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     spec = base._spec
     local = _run(torch.empty, (), (spec.local_shape,), {"dtype": base.dtype, "device": base.device})
     mean, std = (_parameter(v, spec, "normal") for v in bound.values())
-    _random.fill("normal", local, spec, (mean, std), rest)
+    _random.fill("normal", local, spec, (mean, std), rest, contiguous=True)
     return tag(local, factory_spec(spec))
 
 

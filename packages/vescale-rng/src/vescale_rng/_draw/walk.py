@@ -373,8 +373,11 @@ def _walk_by_steps(
 def _ordered_views(part: Part, order: tuple[int, ...], local: Tensor) -> list[Tensor]:
     """Views of the boxes with dims in memory order and dims of size 1 left out."""
     ordered = []
-    for view in part.views(local):
+    for view, box in zip(part.views(local), part.boxes, strict=True):
         shape, stride = view.shape, view.stride()
+        if not box.numel:  # no step asks for it, and the dim of no elements may be left out below
+            ordered.append(view)
+            continue
         ordered.append(view.as_strided([shape[d] for d in order], [stride[d] for d in order], view.storage_offset()))
     return ordered
 

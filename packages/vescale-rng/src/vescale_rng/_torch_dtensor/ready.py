@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from .._agreement import check_agreement, default_generator
-from .._draw.fill import fill
 from .._draw.mode import active_sampler
+from .._draw.prepared import fill_again
 from ..errors import UnsupportedRandomOperatorError
 from .places import Place, place_of
 
@@ -45,7 +45,7 @@ def draw(kernel: str, tensor: DTensor, args: tuple[Any, ...], kwargs: dict[str, 
         if found is None:
             return
         local = found
-    fill(kernel, local, place.part, args, kwargs)
+    fill_again(kernel, local, place.part, args, kwargs)
 
 
 def ready(op: str, place: Place, local: Tensor, generator: torch.Generator | None) -> Tensor | None:
