@@ -1,18 +1,20 @@
 """`check_agreement` on real ranks: who differs is named on every rank, and no generator moves."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from vescale_rng import DeviceProfile, EmulatedGenerator, PortableGenerator
 from vescale_rng._agreement import check_agreement, compare_rows, gather_rows, name_ranks, state_hash
 from vescale_rng.errors import AgreementError
 from vescale_testing import fake_ranks
 
 
-def refusal(mesh: object = None, generator: torch.Generator | None = None, **options: str) -> str:
+def refusal(mesh: object = None, generator: Any = None, **options: str) -> str:
     """The message that *this* rank gets; its generators stay where they were."""
     generator_before = generator.get_state() if generator else None
     before = torch.get_rng_state(), random.getstate()
@@ -116,7 +118,33 @@ def test_one_process_and_a_fake_group_agree() -> None:
         check_agreement(init_device_mesh("cpu", (2, 4)))
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["portable", "emulated"])
+def test_generators_of_this_package_are_compared(rank: int, kind: str) -> None:
+    def made(seed: int) -> Any:
+        return PortableGenerator(seed) if kind == "portable" else EmulatedGenerator(DeviceProfile.of("H100"), seed)
+
+    check_agreement(None, made(5))
+    said = refusal(None, made(rank))
+    assert f"the {type(made(0)).__name__} is not in the same state on all 2 ranks" in said
+    assert "Seeds differ: 0 on rank 0, 1 on rank 1" in said
+
+
 def test_arguments_are_checked() -> None:
+    """Also where there is nobody to agree with."""
+    for mesh in (5, [0, 1], "cpu"):
+        with pytest.raises(TypeError, match=f"mesh must be a DeviceMesh, .* got {type(mesh).__name__}"):
+            check_agreement(mesh)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"generator: expected a random generator, got 5 \(int\)"):
+        check_agreement(None, 5)  # type: ignore[arg-type]
+    for device in ("foo", [1]):
+        with pytest.raises(TypeError, match=r"device = .*: expected a device of torch"):
+            check_agreement(device=device)  # type: ignore[arg-type]
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="device = 'cuda': this torch sees no such device"):
+            check_agreement(device="cuda")
+    check_agreement(device="cpu")
+    check_agreement(None, PortableGenerator(1))
     with pytest.raises(ValueError, match="device = meta; give one of them"):
         check_agreement(None, torch.Generator(), device="meta")
     with fake_ranks(2), pytest.raises(TypeError, match="got list"):

@@ -12,7 +12,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from vescale_rng import Stream, advance, draws, errors
+from vescale_rng import (
+    DeviceProfile,
+    EmulatedGenerator,
+    PortableGenerator,
+    Stream,
+    advance,
+    draws,
+    emulate_cuda,
+    errors,
+    portable,
+)
 
 CALLS: dict[str, tuple[str, tuple[Any, ...], torch.dtype | None, Callable[..., Any]]] = {
     "rand": ("rand", (), None, torch.rand),
@@ -124,6 +134,15 @@ def test_a_stream_tells_whether_a_normal_waits() -> None:
     assert stream.position - at == draws("randn", (4,), waiting=True) == 8
 
 
+@pytest.mark.parametrize("n", [1, 2, 3, 15, 16])
+def test_waiting_of_a_stream_is_what_draws_asks_for(n: int) -> None:
+    stream = Stream(torch.Generator().manual_seed(1))
+    for _ in range(4):
+        at, count = stream.position, draws("randn", (n,), waiting=stream.waiting)
+        torch.randn(n, generator=stream.generator)
+        assert stream.position - at == count
+
+
 def test_default_dtypes() -> None:
     assert draws("rand", (3,)) == 3
     torch.set_default_dtype(torch.float64)
@@ -150,3 +169,48 @@ def test_what_cannot_be_counted() -> None:
         draws("rand", (3,), stride=(1, 1))
     with pytest.raises(RuntimeError, match="uniform_ expects"):
         advance(torch.Generator(), "uniform_", (3,), 2.0, 1.0)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("kind", ["portable", "emulate_cuda"])
+def test_advance_in_a_block_moves_the_block(name: str, kind: str) -> None:
+    op, args, dtype, call = CALLS[name]
+    if kind == "emulate_cuda" and name == "bernoulli_ of chances":
+        args = (torch.full((1,), 0.5),)
+    for shape in SHAPES:
+        with portable(5) if kind == "portable" else emulate_cuda("A100", seed=5) as generator:
+            torch.rand(3)
+            call(shape)
+            expected = generator.get_state()
+            generator.manual_seed(5)
+            torch.rand(3)
+            advance(torch.default_generator, op, shape, *args, dtype=dtype)
+            assert torch.equal(generator.get_state(), expected)
+            generator.manual_seed(5)
+            torch.rand(3)
+            advance(generator, op, shape, *args, dtype=dtype)
+            assert torch.equal(generator.get_state(), expected)
+
+
+def test_advance_of_generators_of_this_package() -> None:
+    for generator in (PortableGenerator(5), EmulatedGenerator(DeviceProfile.of("A100"), 5)):
+        before = torch.get_rng_state()
+        start = generator.get_state()
+        advance(generator, "rand", (3,))
+        moved = generator.get_state()
+        assert not torch.equal(moved, start)
+        with pytest.raises(errors.UnsupportedRandomOperatorError, match="poisson"):
+            advance(generator, "poisson", (3,))
+        assert torch.equal(generator.get_state(), moved)
+        assert torch.equal(torch.get_rng_state(), before)
+    gpu = EmulatedGenerator(DeviceProfile.of("A100"), 5)
+    advance(gpu, "randn", (10**6,), dtype=torch.complex64)
+    with emulate_cuda("A100", seed=5) as generator:
+        torch.randn(10**6, dtype=torch.complex64)
+    assert gpu.get_offset() == generator.get_offset() > 4
+
+
+@pytest.mark.parametrize("wrong", [None, 3, "cpu", torch.Generator])
+def test_what_is_no_generator(wrong: Any) -> None:
+    with pytest.raises(TypeError, match="generator: expected a"):
+        advance(wrong, "rand", (3,))

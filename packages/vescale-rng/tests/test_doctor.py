@@ -46,6 +46,18 @@ def examine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, _doctor.
     return run
 
 
+def test_what_fails_must_fail_twice() -> None:
+    answers = iter(["once", "", "", "first", "second"])
+    assert [stream.guarded(lambda: next(answers)) for _ in range(3)] == ["", "", "second"]
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_the_default_device_does_not_matter(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fills, "FILLS", cases.FILLS[:2])
+    with torch.device(device):
+        assert [f for f in doctor().findings if not f.ok] == []
+
+
 @pytest.mark.slow
 def test_all_is_well_here(report: Report) -> None:
     assert [f for f in report.findings if not f.ok] == []

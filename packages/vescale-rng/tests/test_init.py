@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from collections.abc import Callable
@@ -15,9 +16,9 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.nn import init
 
 import vescale_rng
-from vescale_rng import init_, portable
+from vescale_rng import DeviceProfile, EmulatedGenerator, PortableGenerator, emulate_cuda, init_, portable
 from vescale_rng._streams.mt19937 import cached_normal
-from vescale_rng.errors import LayoutError
+from vescale_rng.errors import LayoutError, RandomError
 from vescale_testing import fake_ranks
 
 FUNCTIONS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
@@ -231,6 +232,135 @@ def test_what_reads_values_gets_the_whole(function: Callable[[Tensor], Any]) -> 
         init_(function, local, (12, 9), part=slices)
         assert torch.equal(local, cut(whole, slices))
         assert torch.equal(torch.get_rng_state(), after)
+
+
+def swapped(t: Tensor) -> None:
+    t.data = torch.randn(t.shape)
+
+
+def swallowing(t: Tensor) -> None:
+    with contextlib.suppress(Exception):
+        t.sort()
+    t.mul_(2)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda t: t.add_(torch.randn_like(t)),
+        lambda t: t[4:].normal_(),
+        lambda t: t.mul_(0.5).add_(torch.randn(t.shape)),
+        lambda t: t.copy_(t + torch.randn(t.shape)),
+        lambda t: t[:, ::2].uniform_(),
+        lambda t: t.clamp_(0, 1),
+        lambda t: torch.rand_like(t),
+        lambda t: t.masked_fill_(t > 1e9, 0.0),
+        lambda t: t.copy_(torch.full((12, 9), -1.0).log()),  # NaN of its own
+        lambda t: t.numpy().fill(3),
+        lambda t: t.tolist(),
+        swapped,
+        lambda t: (t.normal_(), swapped(t)),
+        swallowing,
+    ],
+)
+def test_what_a_tensor_held_before(function: Callable[[Tensor], Any]) -> None:
+    old = torch.arange(108.0).view(12, 9)
+    torch.manual_seed(3)
+    whole = old.clone()
+    function(whole)
+    after = torch.get_rng_state()
+    for slices in SLICES:
+        torch.manual_seed(3)
+        local = cut(old, slices).contiguous()
+        init_(function, local, (12, 9), part=slices)
+        assert torch.allclose(local, cut(whole, slices), rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(torch.get_rng_state(), after)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.uint8], ids=str)
+@pytest.mark.parametrize(
+    "function", [lambda t: t.add_(t.sum().to(t.dtype)), lambda t: t.copy_(t.cumsum(0).to(t.dtype))], ids=["sum", "scan"]
+)
+def test_what_others_held_is_not_known(function: Callable[[Tensor], Any], dtype: torch.dtype) -> None:
+    """Rather an error than the bits of uninitialized memory."""
+    local = torch.ones(4, 9).to(dtype)
+    before = torch.get_rng_state()
+    with pytest.raises(RandomError, match="depends on what the elements of other ranks held before"):
+        init_(lambda t: (torch.rand(3), function(t)), local, (12, 9), part=SLICES[1])
+    assert local.eq(1).all()
+    assert torch.equal(torch.get_rng_state(), before)
+    init_(function, torch.ones(12, 9).to(dtype), (12, 9))  # all are known to a rank that holds the whole
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float8_e4m3fn], ids=str)
+def test_types_without_arithmetic_on_the_whole(dtype: torch.dtype) -> None:
+    chessboard = (torch.arange(108).view(12, 9) % 2).to(dtype)
+    local = init_(lambda t: t.copy_(chessboard), torch.zeros(4, 9).to(dtype), (12, 9), part=SLICES[1])
+    assert torch.equal(local.float(), cut(chessboard, SLICES[1]).float())
+
+
+@pytest.mark.parametrize("function", [lambda t: t.resize_(9, 9), lambda t: setattr(t, "data", torch.ones(3))])
+def test_a_function_that_gives_its_tensor_another_shape(function: Callable[[Tensor], Any]) -> None:
+    local = torch.zeros(4, 9)
+    with pytest.raises(RandomError, match=r"function: it made a torch.float32 tensor of shape"):
+        init_(function, local, (12, 9), part=SLICES[1])
+    assert local.eq(0).all()
+
+
+@pytest.mark.parametrize("then", ["part", "whole"])
+def test_a_failing_function_leaves_the_local_tensor(then: str) -> None:
+    def failing(t: Tensor) -> None:
+        t.normal_().mul_(2)
+        if then == "whole":
+            t.sort()
+        raise KeyError("no")
+
+    local = torch.arange(36.0).view(4, 9)
+    with pytest.raises(KeyError):
+        init_(failing, local, (12, 9), part=SLICES[1])
+    assert torch.equal(local, torch.arange(36.0).view(4, 9))
+
+
+@pytest.mark.parametrize("name", ["normal_", "kaiming_uniform_", "trunc_normal_", "orthogonal_"])
+@pytest.mark.parametrize("kind", ["portable", "emulated"])
+def test_generators_of_this_package(name: str, kind: str) -> None:
+    """They draw what their block draws, also where the function runs on the whole tensor."""
+    function, kwargs = FUNCTIONS[name]
+    profile = DeviceProfile("tiny", 1, 512)
+
+    def made() -> Any:
+        return PortableGenerator(5) if kind == "portable" else EmulatedGenerator(profile, 5)
+
+    reference = made()
+    with portable(reference) if kind == "portable" else emulate_cuda(reference):
+        whole = function(torch.empty(12, 9), **kwargs)
+    before = torch.get_rng_state()
+    for slices in SLICES:
+        generator, local = made(), torch.empty(cut(whole, slices).shape)
+        init_(function, local, (12, 9), part=slices, generator=generator, **kwargs)
+        assert torch.equal(local, cut(whole, slices))
+        assert torch.equal(generator.get_state(), reference.get_state())
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("name", ["normal_", "trunc_normal_"])
+def test_the_default_generator_given_within_a_block_is_the_blocks(name: str) -> None:
+    function, kwargs = FUNCTIONS[name]
+    with portable(5):
+        whole = function(torch.empty(12, 9), **kwargs)
+    with portable(5):
+        local = torch.empty(4, 9)
+        init_(function, local, (12, 9), part=SLICES[1], generator=torch.default_generator, **kwargs)
+    assert torch.equal(local, whole[4:8])
+
+
+def test_arguments_of_another_kind() -> None:
+    with pytest.raises(TypeError, match=r"generator: expected a torch.Generator, a PortableGenerator"):
+        init_(init.normal_, torch.empty(9), (9,), generator=5)
+    with pytest.raises(TypeError, match=r"function: expected one of torch.nn.init"):
+        init_(5, torch.empty(9), (9,))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"local: expected a torch.Tensor, got"):
+        init_(init.normal_, [1.0], (1,))  # type: ignore[arg-type]
 
 
 def test_a_function_may_draw_a_slice_of_the_whole() -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -47,6 +48,13 @@ def test_a_broken_law_exits_with_1(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert main.main(["doctor", "--json"]) == 1
     bad = [f["name"] for f in json.loads(capsys.readouterr().out)["findings"] if not f["ok"]]
     assert bad == ["rand_like", "random_()"]
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main.main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"vescale-rng {version('vescale-rng')}\n"
 
 
 def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

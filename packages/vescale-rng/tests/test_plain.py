@@ -13,7 +13,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.nn import functional
 
 import vescale_rng
-from vescale_rng import PortableGenerator, draw, dropout, dropout_mask, fill_
+from vescale_rng import PortableGenerator, draw, dropout, dropout_mask, emulate_cuda, fill_, portable
 from vescale_rng._layout import Part
 from vescale_rng.errors import LayoutError, RandomError, UnsupportedRandomOperatorError
 from vescale_testing import fake_ranks
@@ -123,6 +123,97 @@ def test_ranges_meshes_and_wholes(name: str) -> None:
         mesh = init_device_mesh("cpu", (2, 2))
         assert torch.equal(drawn(mesh=mesh, placements=[Shard(0), Shard(1)]), expected[6:, :4])
         assert torch.equal(drawn(mesh=mesh, placements=[Replicate(), Shard(0)]), expected[:6])
+
+
+def test_randperm_of_a_dtype_and_device() -> None:
+    torch.manual_seed(4)
+    wanted = torch.randperm(17, dtype=torch.int32)
+    torch.manual_seed(4)
+    found = vescale_rng.randperm(17, dtype=torch.int32, device="cpu", part=range(3, 9))
+    assert found.dtype == torch.int32
+    assert torch.equal(found, wanted[3:9])
+    assert vescale_rng.randperm(17, device="meta").is_meta
+    with torch.device("meta"):
+        assert vescale_rng.randperm(17).is_meta
+        assert not vescale_rng.randperm(17, device="cpu").is_meta
+    with fake_ranks(2), torch.device("meta"):
+        mesh = init_device_mesh("cpu", (2,))
+        assert vescale_rng.randperm(17, mesh=mesh, placements=[Shard(0)]).device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("rand", lambda: vescale_rng.rand((3,), foo=1)),
+        ("randint", lambda: vescale_rng.randint(0, 3, (3,), foo=1)),
+        ("bernoulli", lambda: vescale_rng.bernoulli((3,), foo=1)),
+        ("dropout_mask", lambda: vescale_rng.dropout_mask((3,), foo=1)),
+        ("randperm", lambda: vescale_rng.randperm(3, foo=1)),
+        ("poisson", lambda: vescale_rng.poisson(torch.ones(3), foo=1)),
+        ("poisson", lambda: vescale_rng.poisson(torch.ones(3), foo=1, dtype=torch.float32)),
+        ("multinomial", lambda: vescale_rng.multinomial(torch.ones(3), 2, foo=1)),
+    ],
+)
+def test_an_unknown_keyword_names_the_function_called(name: str, call: Callable[[], Any]) -> None:
+    before = torch.get_rng_state()
+    with pytest.raises(TypeError, match=rf"^{name}\(\) got an unexpected keyword argument 'foo'; it takes part, mesh"):
+        call()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_bernoulli_needs_a_chance_under_its_bare_name() -> None:
+    for call in (lambda: draw("bernoulli", (3,)), lambda: fill_("bernoulli", torch.ones(3), (3,))):
+        with pytest.raises(TypeError, match="bernoulli: missing argument 'p'"):
+            call()
+    torch.manual_seed(1)
+    wanted = torch.empty(9).bernoulli_()
+    torch.manual_seed(1)
+    assert torch.equal(vescale_rng.bernoulli((9,)), wanted)
+
+
+@pytest.mark.parametrize("shape", [5, (2.0,), (2**63,), (2**70, 0)], ids=str)
+def test_what_is_no_shape_is_named(shape: Any) -> None:
+    calls: tuple[Callable[[], Any], ...] = (
+        lambda: vescale_rng.rand(shape),
+        lambda: vescale_rng.randint(0, 5, shape),
+        lambda: fill_("rand", torch.empty(3), shape),
+        lambda: dropout(torch.ones(3), shape),
+    )
+    for call in calls:
+        with pytest.raises(LayoutError, match=r"^shape: "):
+            call()
+
+
+def test_other_arguments_of_another_kind_are_named() -> None:
+    before = torch.get_rng_state()
+    for call in (
+        lambda: fill_("rand", [1, 2], (2,)),  # type: ignore[arg-type]
+        lambda: dropout([1, 2], (2,)),  # type: ignore[arg-type]
+        lambda: fill_("rand", torch.eye(2).to_sparse(), (2, 2)),
+    ):
+        with pytest.raises(TypeError, match=r"^local: expected a"):
+            call()
+    for call in (
+        lambda: vescale_rng.rand((3,), generator=5),
+        lambda: vescale_rng.randperm(3, generator=5),
+        lambda: dropout(torch.ones(3), (3,), generator=5),
+    ):
+        with pytest.raises(TypeError, match=r"^generator: expected a torch.Generator"):
+            call()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("block", [lambda: portable(3), lambda: emulate_cuda("H100", seed=3)])
+def test_the_default_generator_given_within_a_block_is_the_blocks(block: Callable[[], Any]) -> None:
+    calls: tuple[Callable[..., Tensor], ...] = (
+        lambda **k: vescale_rng.rand(SHAPE, part=PART, **k),
+        lambda **k: dropout(cut(torch.ones(SHAPE, dtype=torch.bfloat16)), SHAPE, 0.3, part=PART, **k),
+    )
+    for call in calls:
+        with block():
+            wanted = call()
+        with block():
+            assert torch.equal(call(generator=torch.default_generator), wanted)
 
 
 def test_randperm() -> None:

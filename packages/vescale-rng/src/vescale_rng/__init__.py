@@ -14,6 +14,7 @@ from ._doctor import doctor
 from ._fingerprint import Fingerprint, check_fingerprints, fingerprint
 from ._init import init_
 from ._layout import Box, Part, part_of_boxes, part_of_flat, part_of_mesh, part_of_slices, part_of_tensor
+from ._local_parts import local_parts
 from ._plain import (
     bernoulli,
     binomial,
@@ -67,6 +68,7 @@ __all__ = [
     "init_",
     "install",
     "installed",
+    "local_parts",
     "log_normal",
     "multinomial",
     "normal",

@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from importlib.metadata import version
 
 from ._plugins import OFF, PROJECT, PluginError, describe, switched_off
+
+DISTRIBUTION = "vescale-rng"
 
 
 def list_plugins() -> str:
@@ -31,6 +34,7 @@ def examine(*, as_json: bool) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     parser = argparse.ArgumentParser(prog=f"python -m {PROJECT}", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"{DISTRIBUTION} {version(DISTRIBUTION)}")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("plugins", help="list the installed plugins and the hooks that they serve")
     doctor = commands.add_parser(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,10 @@ _NAMED = 16
 
 
 def check_agreement(
-    mesh: Mesh = None, generator: torch.Generator | None = None, *, device: torch.device | str | None = None
+    mesh: Mesh = None,
+    generator: torch.Generator | HasState | None = None,
+    *,
+    device: torch.device | str | None = None,
 ) -> None:
     """Raise on every rank unless a generator is in the same state on all of them.
 
@@ -36,26 +39,34 @@ def check_agreement(
 
     Args:
         mesh: a `DeviceMesh` of any ndim, sub-meshes included, a process group, or None for the world.
-        generator: the generator to compare; the default one of `device` if None.
+        generator: the generator to compare, of torch, `portable` or `emulate_cuda`; the default one of `device` if
+            None.
         device: whose default generator to compare; that of the mesh if None. For a process group or the world: the
             accelerator that the group communicates with, else the CPU.
 
     Raises:
         AgreementError: naming the ranks whose state differs from that of the majority. In a tie the
             state of the lowest rank counts as the right one.
-        ValueError: both `generator` and `device` are given.
+        ValueError: both `generator` and `device` are given, or this torch cannot use the device.
+        TypeError: an argument is of another kind.
 
     Example:
         >>> check_agreement()  # no process group: nothing to agree with
     """
-    if generator is not None and device is not None:
-        raise ValueError(
-            f"check_agreement got generator (of {generator.device}) and device = {device}; give one of them"
-        )
+    _check_mesh(mesh)
+    if generator is not None:
+        if not isinstance(generator, HasState):
+            raise TypeError(f"generator: expected a random generator, got {generator!r} ({type(generator).__name__})")
+        if device is not None:
+            raise ValueError(
+                f"check_agreement got generator ({_name(generator)}) and device = {device}; give one of them"
+            )
+    elif device is not None:
+        generator = default_generator(_device(device))
     if not _peers(mesh):
         return
     if generator is None:
-        generator = default_generator(torch.device(device if device is not None else _device_type(mesh)))
+        generator = default_generator(torch.device(_device_type(mesh)))
     hashed = state_hash(generator)
     seed = _signed(generator.initial_seed())
     rows = gather_rows([hashed, seed], mesh)
@@ -72,13 +83,39 @@ def check_agreement(
             "Let every rank run the same random operators, in the same order"
         )
     raise AgreementError(
-        f"the random generator of {generator.device} is not in the same state on all {len(rows)} ranks of "
+        f"{_name(generator)} is not in the same state on all {len(rows)} ranks of "
         f"{_describe(mesh)}: {name_ranks(odd, mesh)} {'differs' if len(odd) == 1 else 'differ'} from "
         f"{name_ranks(usual, mesh)}. Replicas would draw different numbers, and shards would not be parts of one "
         f"tensor. {cause}; what one rank draws for itself (data augmentation, a sampler) belongs to a "
         "torch.Generator of its own or into torch.random.fork_rng(). To go on from here, give all ranks the state of "
         "one: broadcast its get_rng_state() and set_rng_state() it"
     )
+
+
+@runtime_checkable
+class HasState(Protocol):
+    """A random generator: what `torch.Generator` and the generators of this package have in common."""
+
+    def get_state(self) -> torch.Tensor:
+        """Return the state, as bytes."""
+        ...
+
+    def initial_seed(self) -> int:
+        """Return the seed."""
+        ...
+
+
+def _name(generator: HasState) -> str:
+    if isinstance(generator, torch.Generator):
+        return f"the random generator of {generator.device}"
+    return f"the {type(generator).__name__}"
+
+
+def _device(device: Any) -> torch.device:
+    try:
+        return torch.device(device)
+    except (TypeError, RuntimeError):
+        raise TypeError(f"device = {device!r}: expected a device of torch, such as 'cpu' or 'cuda:1'") from None
 
 
 def default_generator(device: torch.device) -> torch.Generator:
@@ -88,12 +125,14 @@ def default_generator(device: torch.device) -> torch.Generator:
     module = getattr(torch, device.type, None)
     if module is None or not hasattr(module, "default_generators"):
         raise ValueError(f"device = {str(device)!r} has no random generator in this torch; give the generator itself")
+    if not module.is_available():
+        raise ValueError(f"device = {str(device)!r}: this torch sees no such device")
     module.init()
     index = device.index if device.index is not None else module.current_device()
     return module.default_generators[index]  # type: ignore[no-any-return]
 
 
-def state_hash(generator: torch.Generator) -> int:
+def state_hash(generator: HasState) -> int:
     """Return 63 bits that stand for the state of a generator, the cached normal number included.
 
     >>> one, other = torch.Generator().manual_seed(0), torch.Generator().manual_seed(0)
@@ -159,14 +198,20 @@ def _peers(mesh: Mesh) -> list[dist.ProcessGroup]:
         groups = [dist.group.WORLD]
     elif isinstance(mesh, dist.ProcessGroup):
         groups = [mesh]
-    elif mesh is dist.GroupMember.NON_GROUP_MEMBER:
+    else:  # a rank outside of the group
         return []
-    else:
+    return [g for g in groups if dist.get_world_size(g) > 1 and dist.get_backend(g) != "fake"]
+
+
+def _check_mesh(mesh: Any) -> None:
+    known = mesh is None or isinstance(mesh, DeviceMesh)
+    if not known and dist.is_available():
+        known = isinstance(mesh, dist.ProcessGroup) or mesh is dist.GroupMember.NON_GROUP_MEMBER
+    if not known:
         raise TypeError(
             f"mesh must be a DeviceMesh, a torch.distributed.ProcessGroup or None (the world), "
             f"got {type(mesh).__name__}"
         )
-    return [g for g in groups if dist.get_world_size(g) > 1 and dist.get_backend(g) != "fake"]
 
 
 def _devices(group: dist.ProcessGroup) -> list[str]:

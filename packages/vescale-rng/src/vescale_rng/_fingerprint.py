@@ -91,36 +91,40 @@ class Fingerprint:
             >>> new.compare(new), len(new.compare(old))
             ([], 1)
         """
-        found = [_compare_torch(self.torch, other.torch), _compare_cpu(self, other), _compare_gpu(self, other)]
-        if self.stream_law != other.stream_law:
-            found.append(
-                f"stream law {self.stream_law} and {other.stream_law} (vescale_rng {self.vescale_rng} and "
-                f"{other.vescale_rng}): one seed gives other numbers, or leaves another state, in some operators"
-            )
-        elif self.vescale_rng != other.vescale_rng:
-            found.append(
-                f"vescale_rng {self.vescale_rng} and {other.vescale_rng}: both draw the same numbers by design "
-                f"(stream law {self.stream_law}); only a fixed bug could change them"
-            )
-        return [sentence for sentence in found if sentence]
+        return [what for what, _ in _differences(self, other)]
 
-    def check(self, other: Fingerprint, *, on_mismatch: OnMismatch = "raise") -> None:
+    def check(self, other: Fingerprint | Mapping[str, Any], *, on_mismatch: OnMismatch = "raise") -> None:
         """Report differences that could change random numbers.
 
+        Differences after which the same numbers are expected (builds of one torch release on CPUs, AVX2 and AVX512,
+        versions of vescale_rng with one stream law) are warned of and never raise.
+
         Args:
-            other: for example the one that a checkpoint carries.
+            other: for example the one that a checkpoint carries; also as `to_dict` gave it.
             on_mismatch: "raise" an error, or "warn".
 
         Raises:
             AgreementError: the fingerprints differ; the message says in what, and what that changes.
+            TypeError: `other` is no fingerprint.
+            ValueError: `other` lacks a field.
         """
         if on_mismatch not in ("raise", "warn"):
             raise ValueError(f'on_mismatch = {on_mismatch!r}: expected "raise" or "warn"')
-        found = self.compare(other)
+        if isinstance(other, Mapping):
+            other = Fingerprint.from_dict(other)
+        elif not isinstance(other, Fingerprint):
+            raise TypeError(
+                f"other: expected a Fingerprint, or what its to_dict() gave, got {other!r} ({type(other).__name__})"
+            )
+        found = _differences(self, other)
         if not found:
             return
-        text = "random numbers may differ between these two fingerprints:\n" + "\n".join(f"- {s}" for s in found)
-        if on_mismatch == "warn":
+        harm = any(harmful for _, harmful in found)
+        text = (
+            f"random numbers may differ between these two fingerprints{'' if harm else ', though they should not'}:\n"
+        )
+        text += "\n".join(f"- {what}" for what, _ in found)
+        if not harm or on_mismatch == "warn":
             warnings.warn(text, RuntimeWarning, stacklevel=2)
             return
         raise AgreementError(f'{text}\nUse a machine and a torch like the other, or check(..., on_mismatch="warn")')
@@ -155,9 +159,10 @@ def fingerprint(device: torch.device | str | None = None) -> Fingerprint:
 
 
 def check_fingerprints(mesh: Mesh = None) -> None:
-    """Raise on every rank unless all ranks have the same fingerprint.
+    """Raise on every rank unless all ranks draw the same numbers from one seed.
 
-    Every rank of `mesh` must call it. Draws nothing.
+    Differences after which the same numbers are expected are warned of. Every rank of `mesh` must call it. Draws
+    nothing.
 
     Args:
         mesh: a `DeviceMesh` of any ndim, a process group, or None for the world.
@@ -182,62 +187,98 @@ def check_fingerprints(mesh: Mesh = None) -> None:
     for rank in odd:
         by_difference.setdefault(tuple(all_of_them[rank].compare(most)), []).append(rank)
     lines = [f"- {name_ranks(ranks, mesh)}: {sentence}" for what, ranks in by_difference.items() for sentence in what]
+    told = f"compared with {name_ranks(usual, mesh)}:\n" + "\n".join(lines)
+    if not any(harmful for rank in odd for _, harmful in _differences(all_of_them[rank], most)):
+        warnings.warn(f"ranks differ, though they should draw the same numbers; {told}", RuntimeWarning, stacklevel=2)
+        return
     raise AgreementError(
-        f"ranks would draw different numbers from the same seed; compared with {name_ranks(usual, mesh)}:\n"
-        + "\n".join(lines)
-        + "\nRun all ranks on one kind of machine with one torch (python -m vescale_rng doctor shows each one's)"
+        f"ranks would draw different numbers from the same seed; {told}"
+        "\nRun all ranks on one kind of machine with one torch (python -m vescale_rng doctor shows each one's)"
     )
 
 
-def _compare_torch(here: str, there: str) -> str:
-    if here == there:
-        return ""
-    release, other = here.partition("+")[0], there.partition("+")[0]
+_Difference = tuple[str, bool]
+"""What differs and what that changes; whether it can change numbers that are drawn."""
+
+
+def _differences(here: Fingerprint, there: Fingerprint) -> list[_Difference]:
+    found = (
+        _compare_torch(here, there),
+        _compare_cpu(here, there),
+        _compare_gpu(here, there),
+        _compare_law(here, there),
+    )
+    return [one for one in found if one is not None]
+
+
+def _compare_torch(here: Fingerprint, there: Fingerprint) -> _Difference | None:
+    if here.torch == there.torch:
+        return None
+    release, other = here.torch.partition("+")[0], there.torch.partition("+")[0]
     if release == other:
-        return f"torch {here} and {there}: two builds of one release; the same numbers are expected on the CPU"
+        gpus = here.gpu is not None and there.gpu is not None
+        on_gpu = "; on GPUs last bits may differ" if gpus else ""
+        return (
+            f"torch {here.torch} and {there.torch}: two builds of one release; the same numbers are expected on the "
+            f"CPU{on_gpu}"
+        ), gpus
     return (
-        f"torch {here} and {there}: a release may change values and draw counts of any operator "
+        f"torch {here.torch} and {there.torch}: a release may change values and draw counts of any operator "
         "(2.12 did for bfloat16 and float16 normals and for trunc_normal_)"
-    )
+    ), True
 
 
-def _compare_cpu(here: Fingerprint, there: Fingerprint) -> str:
+def _compare_cpu(here: Fingerprint, there: Fingerprint) -> _Difference | None:
     if here.machine != there.machine:
         return (
             f"CPU architecture {here.machine} and {there.machine}: states and raw numbers should agree, but last bits "
             "of CPU normals, of uniforms with bounds and of whatever takes a logarithm may differ"
-        )
+        ), True
     one, other = here.cpu_capability, there.cpu_capability
     if one == other:
-        return ""
+        return None
     if {one, other} == {"AVX2", "AVX512"}:
         return (
             f"CPU kernels {one} and {other}: equal bits for every random operator on the CPU but gumbel_softmax, "
             "whose softmax differs in the last bits"
-        )
+        ), False
     return (
         f"CPU kernels {one} and {other}: last bits differ on the CPU for normals (float32 and half types, and fewer "
         "than 16), uniform_ with bounds, cauchy_, log_normal_, dropout's scaling and rrelu; rand, bernoulli, "
         "exponential_, geometric_, randint, randperm and every state agree. ATEN_CPU_CAPABILITY selects kernels"
-    )
+    ), True
 
 
-def _compare_gpu(here: Fingerprint, there: Fingerprint) -> str:
+def _compare_gpu(here: Fingerprint, there: Fingerprint) -> _Difference | None:
     one, other = _gpu_name(here), _gpu_name(there)
     if one == other:
-        return ""
+        return None
     threads, others = _grid(here), _grid(there)
     if threads is None or others is None:
-        return f"GPU {one} and {other}: a GPU and a CPU never draw the same numbers from one seed"
+        return f"GPU {one} and {other}: a GPU and a CPU never draw the same numbers from one seed", True
     if threads == others:
         return (
             f"GPU {one} and {other}: the same numbers in the same order ({threads} threads), but last bits of normals "
             "and other transforms may differ between architectures"
-        )
+        ), True
     return (
         f"GPU {one} and {other}: other numbers on CUDA for tensors of more than {min(threads, others)} elements, and "
         "another state after large ones"
-    )
+    ), True
+
+
+def _compare_law(here: Fingerprint, there: Fingerprint) -> _Difference | None:
+    if here.stream_law != there.stream_law:
+        return (
+            f"stream law {here.stream_law} and {there.stream_law} (vescale_rng {here.vescale_rng} and "
+            f"{there.vescale_rng}): one seed gives other numbers, or leaves another state, in some operators"
+        ), True
+    if here.vescale_rng != there.vescale_rng:
+        return (
+            f"vescale_rng {here.vescale_rng} and {there.vescale_rng}: both draw the same numbers by design "
+            f"(stream law {here.stream_law}); only a fixed bug could change them"
+        ), False
+    return None
 
 
 def _gpu_name(of: Fingerprint) -> str:

@@ -6,20 +6,19 @@ it, also those that hold nothing: the generators move together.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._choose import PartLike, choose_part
+from ._choose import PartLike, check_local, choose_part
 from ._cuda.generator import EmulatedGenerator
 from ._cuda.laws import dropout_scale
 from ._draw.fill import take
 from ._draw.keep import keep
-from ._draw.mode import active_sampler
 from ._draw.prepared import fill_again
+from ._draw.who import who_draws
 from ._draw.whole import run_whole
 
 __all__ = [
@@ -79,6 +78,7 @@ def draw(
     Raises:
         LayoutError: for a part that does not fit the shape, or a pending sum among the placements.
         UnsupportedRandomOperatorError: for an operator without a closed form.
+        TypeError: for arguments that the operator does not take, or a generator that is none.
 
     >>> g = torch.Generator().manual_seed(0)
     >>> whole = torch.randn(6, 4, generator=g)
@@ -86,7 +86,7 @@ def draw(
     >>> torch.equal(mine, whole[2:4, 0:3])
     True
     """
-    held = choose_part(tuple(shape), part, mesh, placements, stride)
+    held = choose_part(shape, part, mesh, placements, stride)
     if dtype is None:
         dtype = _dtype(op, args)
     if device is None and mesh is not None:
@@ -138,7 +138,8 @@ def fill_(
     >>> torch.equal(row, torch.empty(3, 4).uniform_(-1, 1, generator=g.manual_seed(3))[1])
     True
     """
-    held = choose_part(tuple(shape), part, mesh, placements, stride)
+    check_local(local)
+    held = choose_part(shape, part, mesh, placements, stride)
     if local.requires_grad and torch.is_grad_enabled():
         raise ValueError("local: needs gradients; fill `local.detach()`, or call within torch.no_grad()")
     fill_again(op, local, held, args, {} if generator is None else {"generator": generator})
@@ -147,55 +148,69 @@ def fill_(
 
 # ------------------------------------------------------------------ by name
 
+_WHERE = ("part", "mesh", "placements", "stride", "dtype", "device", "generator")
+
+
+def _draw(name: str, op: str, shape: Sequence[int], *args: Any, where: dict[str, Any]) -> Tensor:
+    """`draw` for a function of another name, which is to stand in its errors."""
+    _check_names(name, where, _WHERE)
+    return draw(op, shape, *args, **where)
+
+
+def _check_names(name: str, where: dict[str, Any], known: tuple[str, ...]) -> None:
+    for given in where:
+        if given not in known:
+            raise TypeError(f"{name}() got an unexpected keyword argument {given!r}; it takes {', '.join(known)}")
+
 
 def rand(shape: Sequence[int], **where: Any) -> Tensor:
     """Draw from [0, 1), as `torch.rand(shape)`; keyword arguments as for `draw`."""
-    return draw("rand", shape, **where)
+    return _draw("rand", "rand", shape, where=where)
 
 
 def randn(shape: Sequence[int], **where: Any) -> Tensor:
     """Draw standard normal numbers, as `torch.randn(shape)`; keyword arguments as for `draw`."""
-    return draw("randn", shape, **where)
+    return _draw("randn", "randn", shape, where=where)
 
 
 def randint(low: int, high: int, shape: Sequence[int], **where: Any) -> Tensor:
     """Draw integers from [low, high), as `torch.randint(low, high, shape)`; keyword arguments as for `draw`."""
-    return draw("randint", shape, low, high, **where)
+    return _draw("randint", "randint", shape, low, high, where=where)
 
 
 def uniform(shape: Sequence[int], low: float = 0.0, high: float = 1.0, **where: Any) -> Tensor:
     """Draw from [low, high), as `Tensor.uniform_`; keyword arguments as for `draw`."""
-    return draw("uniform_", shape, low, high, **where)
+    return _draw("uniform", "uniform_", shape, low, high, where=where)
 
 
 def normal(shape: Sequence[int], mean: Any = 0.0, std: Any = 1.0, **where: Any) -> Tensor:
     """Draw normal numbers, as `torch.normal`; `mean` and `std` may be local parts; keyword arguments as for `draw`."""
-    return draw("normal", shape, mean, std, **where)
+    return _draw("normal", "normal", shape, mean, std, where=where)
 
 
 def bernoulli(shape: Sequence[int], p: Any = 0.5, **where: Any) -> Tensor:
     """Draw ones with chance `p` (a number or a local part), as `Tensor.bernoulli_`; keyword arguments as for `draw`."""
-    return draw("bernoulli_", shape, p, **where)
+    return _draw("bernoulli", "bernoulli_", shape, p, where=where)
 
 
 def exponential(shape: Sequence[int], lambd: float = 1.0, **where: Any) -> Tensor:
     """Draw from the exponential distribution, as `Tensor.exponential_`; keyword arguments as for `draw`."""
-    return draw("exponential_", shape, lambd, **where)
+    return _draw("exponential", "exponential_", shape, lambd, where=where)
 
 
 def cauchy(shape: Sequence[int], median: float = 0.0, sigma: float = 1.0, **where: Any) -> Tensor:
     """Draw from the Cauchy distribution, as `Tensor.cauchy_`; keyword arguments as for `draw`."""
-    return draw("cauchy_", shape, median, sigma, **where)
+    return _draw("cauchy", "cauchy_", shape, median, sigma, where=where)
 
 
 def log_normal(shape: Sequence[int], mean: float = 1.0, std: float = 2.0, **where: Any) -> Tensor:
     """Draw log-normal numbers, as `Tensor.log_normal_`; keyword arguments as for `draw`."""
-    return draw("log_normal_", shape, mean, std, **where)
+    return _draw("log_normal", "log_normal_", shape, mean, std, where=where)
 
 
 def geometric(shape: Sequence[int], p: float, **where: Any) -> Tensor:
     """Draw from the geometric distribution, as `Tensor.geometric_`; keyword arguments as for `draw`."""
-    return draw("geometric_", shape, p, **where)
+    return _draw("geometric", "geometric_", shape, p, where=where)
 
 
 # ------------------------------------------------------------------ dropout
@@ -203,7 +218,7 @@ def geometric(shape: Sequence[int], p: float, **where: Any) -> Tensor:
 
 def dropout_mask(shape: Sequence[int], p: float = 0.5, **where: Any) -> Tensor:
     """Draw the keep mask of a dropout: ones with chance `1 - p`, else zeros; keyword arguments as for `draw`."""
-    return draw("dropout", shape, p, **where)
+    return _draw("dropout_mask", "dropout", shape, p, where=where)
 
 
 def dropout(
@@ -243,13 +258,14 @@ def dropout(
     >>> torch.equal(mine, torch.nn.functional.dropout(x, 0.5)[:, :2])
     True
     """
+    check_local(local)
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"p = {p}: a dropout probability lies between 0 and 1")
-    if p == 0.0 or not training or not math.prod(shape):
+    held = choose_part(shape, part, mesh, placements, stride)
+    if p == 0.0 or not training or not held.numel:
         return local
     if p == 1.0:
         return local * local.new_zeros(())
-    held = choose_part(tuple(shape), part, mesh, placements, stride)
     noise = torch.empty_like(local, requires_grad=False)
     fill_again("dropout", noise, held, (p,), {} if generator is None else {"generator": generator})
     if local.device.type == "cpu" and not _emulated(generator):
@@ -258,17 +274,21 @@ def dropout(
 
 
 def _emulated(generator: Any) -> bool:
-    return isinstance(active_sampler() if generator is None else generator, EmulatedGenerator)
+    return isinstance(who_draws(generator), EmulatedGenerator)
 
 
 # ------------------------------------------------------------------ drawn whole
 
 
-def _whole(op: str, args: tuple[Any, ...], generator: Any, where: dict[str, Any]) -> Tensor:
-    go_back = keep(args[0].device if isinstance(args[0], Tensor) else torch.device("cpu"), generator)
+def _whole(op: str, args: tuple[Any, ...], generator: Any, where: dict[str, Any], **options: Any) -> Tensor:
+    _check_names(op, where, ("part", "mesh", "placements", "stride", "generator", *options))
+    first = args[0]
+    go_back = keep(first.device if isinstance(first, Tensor) else torch.device(options["device"]), generator)
+    if generator is not None:
+        options["generator"] = generator
     try:
-        result = run_whole(op, args, {} if generator is None else {"generator": generator})
-        held = choose_part(tuple(result.shape), **{"part": None, **where})
+        result = run_whole(op, args, options)
+        held = choose_part(result.shape, **{"part": None, **where})
         local = result.new_empty(held.local_shape)
         take(result, local, held)
     except BaseException:  # only the result tells whether the part fits
@@ -277,9 +297,14 @@ def _whole(op: str, args: tuple[Any, ...], generator: Any, where: dict[str, Any]
     return local
 
 
-def randperm(n: int, *, generator: Any = None, **where: Any) -> Tensor:
-    """Return a part of `torch.randperm(n)`, which is drawn whole; `part`, or `mesh` and `placements`, as for `draw`."""
-    return _whole("randperm", (n,), generator, where)
+def randperm(
+    n: int, *, dtype: torch.dtype = torch.int64, device: Any = None, generator: Any = None, **where: Any
+) -> Tensor:
+    """Return a part of `torch.randperm(n)`, which is drawn whole; keyword arguments as for `draw`."""
+    if device is None:
+        mesh = where.get("mesh")
+        device = torch.get_default_device() if mesh is None else mesh.device_type
+    return _whole("randperm", (n,), generator, where, dtype=dtype, device=device)
 
 
 def poisson(rates: Tensor, *, generator: Any = None, **where: Any) -> Tensor:

@@ -427,3 +427,66 @@ def test_parts_of_a_draw(op: str, shape: tuple[int, int]) -> None:
     fill(op, again, Part.whole(shape), args, {"generator": outside})
     assert torch.equal(again, whole)
     assert outside.get_offset() == end
+
+
+LAYOUTS = [
+    ((7, 5), (1, 7)),
+    ((6, 8), (1, 12)),
+    ((6, 8), (16, 2)),
+    ((4, 3, 5), (15, 1, 3)),
+    ((4, 3, 5), (2, 40, 8)),
+    ((40, 3, 30), (1, 1200, 40)),
+    ((3, 1, 5), (1, 1, 3)),
+    ((600, 1001), (1, 600)),
+]
+
+
+@pytest.mark.parametrize(("shape", "stride"), LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_parts_of_a_dropout_of_any_strides(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> None:
+    profile = DeviceProfile("small", 2, 1024)
+    x = torch.empty_strided(shape, stride, dtype=dtype).fill_(1.0)
+    with emulate_cuda(profile, seed=3) as generator:
+        whole = F.dropout(x) != 0
+        end = generator.get_offset()
+        for slices in (
+            tuple(slice(0, n) for n in shape),
+            tuple(slice(n // 3, n - n // 3) for n in shape),
+            tuple(slice(0 if d else 1, n) for d, n in enumerate(shape)),
+            tuple(slice(n // 2 if d == len(shape) - 1 else 0, n) for d, n in enumerate(shape)),
+        ):
+            generator.manual_seed(3)
+            part = part_of_slices(shape, slices, stride=stride)
+            mask = torch.empty(part.local_shape, dtype=dtype)
+            fill("dropout", mask, part, (0.5,))
+            assert torch.equal(mask != 0, whole[slices])
+            assert generator.get_offset() == end
+
+
+# ------------------------------------------------------------------ arguments
+
+
+@pytest.mark.parametrize("profile", [None, 5, 1.5, torch.tensor(3)])
+def test_what_is_no_profile(profile: Any) -> None:
+    with pytest.raises(TypeError, match="profile: expected the name of a GPU model"), emulate_cuda(profile):
+        pass
+    with pytest.raises(TypeError, match="profile: expected a DeviceProfile"):
+        EmulatedGenerator(profile)
+
+
+def test_wrong_types() -> None:
+    generator = EmulatedGenerator(DeviceProfile.of("A100"), 3)
+    for seed in (1.5, "a", None):
+        with pytest.raises(TypeError, match="seed: expected an integer"), emulate_cuda("A100", seed=seed):
+            pass
+        with pytest.raises(TypeError, match="offset: expected an integer"):
+            generator.set_offset(seed)
+    for state in (b"x" * 16, None, [1]):
+        with pytest.raises(TypeError, match="state: expected the tensor"):
+            generator.set_state(state)
+    assert (generator.initial_seed(), generator.get_offset()) == (3, 0)
+
+
+def test_names_of_devices() -> None:
+    with emulate_cuda("NVIDIA H100 80GB HBM3", seed=1) as generator:
+        assert generator.profile == DeviceProfile.of("H100")

@@ -3,12 +3,22 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from vescale_rng._cuda import laws
 from vescale_rng._cuda.kernels import _cast, _default_width, _unsigned_remainder
-from vescale_rng._cuda.laws import Law, dropout_scale, law_of, pieces, random_range, vector_size
+from vescale_rng._cuda.laws import (
+    Law,
+    dropout_scale,
+    law_of,
+    logical_order,
+    logical_positions,
+    pieces,
+    random_range,
+    vector_size,
+)
 from vescale_rng._cuda.profile import DeviceProfile
 from vescale_rng.errors import UnsupportedRandomOperatorError
 
@@ -180,10 +190,33 @@ def test_dropout_laws() -> None:
     assert flat_law("dropout", torch.float32, 0.1) == Law("dropout", torch.float32, "vector", 4)
     assert flat_law("dropout", torch.float32, 0.1, 1) == Law("dropout", torch.float32, "grid", 4)
     assert flat_law("dropout", torch.bfloat16, 0.1).round_offset() == 8
-    with pytest.raises(UnsupportedRandomOperatorError, match=r"shape=\(3, 5\) with strides \(1, 3\) has an odd number"):
-        law_of("dropout", torch.float32, (3, 5), (1, 3), (0.1,))
+    assert law_of("dropout", torch.float32, (3, 5), (1, 3), (0.1,)) == Law("dropout", torch.float32, "grid", 4)
     with pytest.raises(UnsupportedRandomOperatorError, match="vector size 3"):
         flat_law("dropout", torch.float32, 0.1, 3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride", "out_of_order"),
+    [
+        ((3, 5), (5, 1), False),
+        ((3, 5), (1, 3), True),
+        ((4, 6), (1, 8), True),  # gaps
+        ((4, 6), (12, 2), False),
+        ((4, 6), (1, 4), False),  # several elements at a time: memory order
+        ((3, 1, 5), (5, 1, 1), False),
+        ((3, 1, 5), (5, 99, 1), False),
+        ((3, 3, 5), (15, 1, 3), True),
+    ],
+)
+def test_dropout_in_logical_order(shape: tuple[int, ...], stride: tuple[int, ...], out_of_order: bool) -> None:
+    law = law_of("dropout", torch.float32, shape, stride, (0.1,))
+    assert logical_order(law, shape, stride) == out_of_order
+    assert not logical_order(law_of("uniform_", torch.float32, shape, stride, ()), shape, stride)
+    numel = math.prod(shape)
+    places = torch.arange(numel).view(shape)
+    in_memory = [int(places[i]) for i in sorted(np.ndindex(shape), key=lambda i: np.dot(i, stride))]
+    assert logical_positions(0, numel, shape, stride).tolist() == in_memory
+    assert logical_positions(2, numel - 1, shape, stride).tolist() == in_memory[2:-1]
 
 
 # ------------------------------------------------------------------ what is refused

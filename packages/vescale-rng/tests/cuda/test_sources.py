@@ -253,3 +253,9 @@ def test_rounds_refuse_chances_given_as_a_tensor() -> None:
 def test_cuda_source_refuses_a_cpu_generator() -> None:
     with pytest.raises(RuntimeError, match="generator is on cpu, but the tensor is on cuda:0"):
         cuda_source("uniform_", torch.float32, torch.device("cuda", 0), (8,), (1,), (), torch.Generator())
+
+
+def test_rounds_refuse_dropout_in_logical_order() -> None:
+    law = law_of("dropout", torch.float32, (7, 5), (1, 7), (0.1,))
+    with pytest.raises(RandomError, match="use EmulatedSource"):
+        RoundSource(law, (7, 5), (1, 7), 0, EmulatedGenerator(PROFILES[0]), PROFILES[0], EmulatedKernel(PROFILES[0]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import re
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -17,9 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vescale_rng import emulate_cuda, portable
 from vescale_rng._draw import cpu
 from vescale_rng._draw.fill import default_generator, fill, scope, take
 from vescale_rng._draw.mode import use_sampler
+from vescale_rng._draw.prepared import fill_again
 from vescale_rng._layout import Part, part_of_flat, part_of_slices
 from vescale_rng._portable import PortableGenerator
 from vescale_rng._streams.mt19937 import Mt19937State, cached_normal
@@ -500,7 +503,7 @@ def test_a_local_tensor_of_another_shape(shape: tuple[int, ...]) -> None:
     with pytest.raises(LayoutError, match="local shape"):
         fill("rand", torch.empty(shape), Part.whole((4,)))
     if shape:
-        with pytest.raises(LayoutError, match="local shape"):
+        with pytest.raises(LayoutError, match=r"^p: expected a tensor of the shape of the local part, \(4,\)"):
             fill("bernoulli_", torch.empty(4), part, (torch.full(shape, 0.5),))
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -512,6 +515,146 @@ def test_a_ragged_part_may_stand_in_any_dense_shape() -> None:
     assert torch.equal(local.view(-1), whole.view(-1)[3:15])
     with pytest.raises(LayoutError, match=r"give.*contiguous"):
         fill("rand", torch.empty(4, 3).t(), part)
+
+
+PART = part_of_slices((8, 4), (slice(2, 4), slice(0, 4)))
+
+
+@pytest.mark.parametrize("shape", [(8, 4), (4,), (2, 1), (1,)], ids=str)
+@pytest.mark.parametrize(
+    ("op", "at", "name"), [("normal", 0, "mean"), ("normal", 1, "std"), ("bernoulli_", 0, "p"), ("bernoulli", 0, "p")]
+)
+def test_tensor_parameters_of_another_shape(op: str, at: int, name: str, shape: tuple[int, ...]) -> None:
+    """They are named, and nothing is drawn."""
+    for kind in (PART, Part.whole((2, 4))):
+        given: list[Any] = [torch.full((2, 4), 0.5), torch.full((2, 4), 0.5)][: 2 if op == "normal" else 1]
+        given[at] = torch.full(shape, 0.5)
+        local, before = torch.zeros(2, 4), torch.get_rng_state()
+        with pytest.raises(LayoutError, match=rf"^{name}: expected a tensor of the shape of the local part, \(2, 4\)"):
+            fill(op, local, kind, tuple(given))
+        assert local.eq(0).all()
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(("op", "name"), [("normal", "mean"), ("bernoulli_", "p")])
+def test_tensor_parameters_on_another_device(op: str, name: str) -> None:
+    before = torch.get_rng_state()
+    with pytest.raises(RandomError, match=f"^{name}: lies on meta, but the tensor to fill on cpu"):
+        fill(op, torch.zeros(2, 4), PART, (torch.zeros(2, 4, device="meta"),))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_error_after_the_draw_leaves_the_generator() -> None:
+    before = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match="can't be cast"):
+        fill("normal", torch.zeros(2, 4), PART, (torch.zeros(2, 4, dtype=torch.complex64), 1.0))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_tensors_of_one_number() -> None:
+    whole = torch.empty(8, 4).normal_(2.0, 3.0, generator=started(1))
+    for args in ((torch.tensor(2.0), 3.0), (torch.tensor(2.0), torch.tensor(3.0))):
+        local = torch.empty(2, 4)
+        fill("normal", local, PART, args, {"generator": started(1)})
+        assert torch.allclose(local, whole[2:4])
+    fill("uniform_", local, PART, (torch.tensor(2.0), torch.tensor(3.0)), {"generator": started(1)})
+    assert torch.equal(local, torch.empty(8, 4).uniform_(2.0, 3.0, generator=started(1))[2:4])
+    with pytest.raises(TypeError, match="uniform_: takes numbers as its arguments"):
+        fill("uniform_", local, PART, (torch.zeros(2, 4), 1.0))
+
+
+def test_means_of_a_ragged_part_in_another_shape() -> None:
+    part, mean = part_of_flat((5, 8), 3, 15), torch.arange(12.0).view(3, 4)
+    local = torch.empty(3, 4)
+    fill("normal", local, part, (mean, 0.0))
+    assert torch.equal(local, mean)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+@pytest.mark.parametrize("op", ["randn", "rand"])
+def test_complex_flat_ranges_into_strided_tensors(op: str, dtype: torch.dtype) -> None:
+    whole = getattr(torch, op)(5, 8, dtype=dtype, generator=started(1))
+    for local in (torch.zeros(12, 2, dtype=dtype)[:, 0], torch.zeros(24, dtype=dtype)[::2].conj()):
+        generator = started(1)
+        fill(op, local, part_of_flat((5, 8), 3, 15), (), {"generator": generator})
+        assert torch.equal(local, whole.view(-1)[3:15])
+
+
+def test_local_tensors_that_stand_for_their_conjugate_or_negative() -> None:
+    for op in ("randn", "rand"):
+        whole = getattr(torch, op)(8, 4, dtype=torch.complex64, generator=started(1))
+        conjugate = torch.zeros(2, 4, dtype=torch.complex64).conj()
+        fill(op, conjugate, PART, (), {"generator": started(1)})
+        assert conjugate.is_conj()
+        assert torch.equal(conjugate, whole[2:4])
+        negative = torch._neg_view(torch.zeros(2, 4))
+        for _ in range(2):  # also by the short way of the second call
+            fill_again(op, negative, PART, (), {"generator": started(1)})
+            assert torch.equal(negative, getattr(torch, op)(8, 4, generator=started(1))[2:4])
+
+
+@pytest.mark.parametrize("randomness", ["different", "same", "error"])
+def test_parts_of_batched_tensors_are_refused(randomness: str) -> None:
+    """torch draws for the whole batch at once: part by part it would be other numbers."""
+    for part in (PART, Part.whole((2, 4), (1, 2))):
+        for op, args in (("uniform_", ()), ("dropout", (0.5,)), ("normal", (torch.zeros(2, 4), 1.0))):
+            before = torch.get_rng_state()
+
+            def draw(x: Tensor, op: str = op, args: Any = args, part: Part = part) -> Tensor:
+                fill_again(op, x, part, args, {})
+                return x
+
+            with pytest.raises(UnsupportedRandomOperatorError, match=r"within torch.vmap"):
+                torch.vmap(draw, randomness=randomness)(torch.zeros(3, 2, 4))
+            assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_batched_tensors_that_are_whole() -> None:
+    torch.manual_seed(0)
+    wanted = torch.vmap(lambda x: x.uniform_(), randomness="different")(torch.zeros(3, 2, 4))
+    after = torch.get_rng_state()
+    torch.manual_seed(0)
+
+    def draw(x: Tensor) -> Tensor:
+        fill_again("uniform_", x, Part.whole((2, 4)), (), {})
+        return x
+
+    assert torch.equal(torch.vmap(draw, randomness="different")(torch.zeros(3, 2, 4)), wanted)
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_what_vmap_refuses_leaves_the_generator() -> None:
+    def draw(x: Tensor) -> Tensor:
+        local = torch.empty(2, 4)
+        fill_again("uniform_", local, PART, (), {})
+        return x + local
+
+    fill_again("uniform_", torch.empty(2, 4), PART, (), {})  # so that the short way is there
+    fill_again("uniform_", torch.empty(2, 4), PART, (), {})
+    before = torch.get_rng_state()
+    for randomness in ("different", "error"):
+        with pytest.raises(RuntimeError, match="vmap"):
+            torch.vmap(draw, randomness=randomness)(torch.zeros(3, 2, 4))
+        assert torch.equal(torch.get_rng_state(), before)
+    same = torch.vmap(draw, randomness="same")(torch.zeros(3, 2, 4))
+    torch.set_rng_state(before)
+    assert torch.equal(same, torch.rand(8, 4)[2:4].expand(3, 2, 4))
+
+
+def test_the_default_generator_given_within_a_block_is_the_blocks() -> None:
+    for block in (lambda: portable(3), lambda: emulate_cuda("H100", seed=3)):
+        with block():
+            wanted = torch.rand(8, 4)
+        with block():
+            local = torch.empty(2, 4)
+            fill_again("rand", local, PART, (), {"generator": torch.default_generator})
+            assert torch.equal(local, wanted[2:4])
+
+
+@pytest.mark.parametrize("generator", [5, "cpu", random.Random(1)], ids=["int", "str", "random"])
+def test_what_is_no_generator(generator: Any) -> None:
+    with pytest.raises(TypeError, match=r"generator: expected a torch.Generator, or a PortableGenerator"):
+        fill("rand", torch.empty(2, 4), PART, (), {"generator": generator})
 
 
 @pytest.mark.parametrize("op", ["poisson", "randperm", "nonsense"])

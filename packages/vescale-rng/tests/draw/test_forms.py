@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from vescale_rng._draw.forms import CLOSED_FORM, Form, check_std, off_cpu, real_args, resolve, scale_normal
 from vescale_rng.errors import RandomError, UnsupportedRandomOperatorError
@@ -68,6 +69,7 @@ def test_defaults_are_those_of_torch() -> None:
 def test_all_closed_forms_name_a_method_of_tensors() -> None:
     required: dict[str, tuple[Any, ...]] = {
         "randint": (9,), "randint_like": (9,), "dropout": (0.5,), "geometric_": (0.5,),
+        "bernoulli": (0.5,),
     }  # fmt: skip
     for op in CLOSED_FORM:
         form = resolve(op, required.get(op, ()), None)
@@ -86,6 +88,7 @@ def test_all_closed_forms_name_a_method_of_tensors() -> None:
         ("random_", (), {"from": 2}, r"random_: missing argument 'to' beside from=2"),
         ("geometric_", (), None, r"geometric_ takes p; got 0 arguments"),
         ("dropout", (), {}, r"dropout takes p; got 0 arguments"),
+        ("bernoulli", (), None, r"bernoulli: missing argument 'p'"),
     ],
 )
 def test_wrong_arguments(op: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None, text: str) -> None:
@@ -99,10 +102,36 @@ def test_dropout_checks_its_chance() -> None:
             resolve("dropout", (p,), None)
 
 
-@pytest.mark.parametrize("op", ["poisson", "nonsense", "randperm"])
+@pytest.mark.parametrize("op", ["rrelu", "nonsense", "_standard_gamma"])
 def test_no_closed_form(op: str) -> None:
     with pytest.raises(UnsupportedRandomOperatorError, match=f"{op}: no closed form.*Closed forms: bernoulli, "):
         resolve(op, (), None)
+
+
+@pytest.mark.parametrize(
+    ("op", "text"),
+    [
+        ("uniform", "did you mean 'uniform_'"),
+        ("exponential", "did you mean 'exponential_'"),
+        ("poisson", "vescale_rng.poisson draws it whole"),
+        ("binomial", "vescale_rng.binomial draws it whole"),
+        ("multinomial", "vescale_rng.multinomial draws it whole"),
+        ("randperm", "vescale_rng.randperm draws it whole"),
+        ("trunc_normal_", r"vescale_rng.init_\(torch.nn.init.trunc_normal_, local, shape, part=...\)"),
+        ("kaiming_uniform_", r"vescale_rng.init_\(torch.nn.init.kaiming_uniform_, "),
+        (5, "op: expected the name of one of torch's operators"),
+    ],
+)
+def test_what_to_call_instead(op: Any, text: str) -> None:
+    with pytest.raises(UnsupportedRandomOperatorError, match=text):
+        resolve(op, (), None)
+
+
+def test_a_tensor_as_the_chance_of_dropout_is_a_number() -> None:
+    """As in torch's dropout; as a tensor of chances it would draw one word per element instead of two."""
+    form = resolve("dropout", (torch.tensor(0.25),), None)
+    assert (form.args, form.drop) == ((0.75,), 0.25)
+    assert not isinstance(form.drop, Tensor)
 
 
 def test_parameters_lose_their_gradients() -> None:

@@ -283,3 +283,48 @@ def test_subclasses_come_first_and_their_inner_calls_are_seen() -> None:
         got = Wrapped(torch.empty(4)).uniform_()
     assert torch.equal(got, torch.rand(4, generator=torch.Generator().manual_seed(SEED)))
     assert len(sampler.calls) == 1
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda g: torch.rand(5, generator=g),
+        lambda g: torch.randint(9, (5,), generator=g),
+        lambda g: torch.empty(5).uniform_(generator=g),
+        lambda g: torch.bernoulli(x(5), generator=g),
+        lambda g: torch.normal(x(5), 1.0, generator=g),
+    ],
+)
+def test_the_default_generator_given_is_none_given(call: Callable[[Any], torch.Tensor]) -> None:
+    before, results = torch.get_rng_state(), []
+    for given in (None, torch.default_generator):
+        sampler = TorchSampler()
+        with InterceptRandom(sampler):
+            results.append(call(given))
+        assert len(sampler.calls) == 1
+    assert torch.equal(*results)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype")
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("call", [F.dropout, torch.rand_like, torch.bernoulli, lambda t: t.uniform_()])
+def test_tensors_without_strides_are_refused_by_name(call: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    sampler = TorchSampler()
+    nested = torch.nested.nested_tensor([x(5), x(3)], layout=torch.strided)
+    with InterceptRandom(sampler):
+        with pytest.raises(UnsupportedRandomOperatorError, match="is a nested tensor and has no strides"):
+            call(nested)
+        with pytest.raises(UnsupportedRandomOperatorError, match=r"is a tensor of layout torch.sparse_coo"):
+            call(torch.eye(3).to_sparse())
+    assert not sampler.calls
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype")
+def test_jagged_tensors_draw_for_their_values() -> None:
+    sampler = TorchSampler()
+    jagged = torch.nested.nested_tensor([x(5), x(3)], layout=torch.jagged)
+    with InterceptRandom(sampler):
+        got = F.dropout(jagged).values()
+    assert len(sampler.calls) == 1
+    assert torch.equal(got != 0, torch.empty(8).bernoulli_(0.5, generator=torch.Generator().manual_seed(SEED)) != 0)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from vescale_rng._draw.mode import active_sampler, use_sampler
+from vescale_rng._draw.mode import active_sampler, is_default, use_sampler
 from vescale_rng._draw.source import Source
 
 
@@ -69,3 +69,11 @@ def test_threads_see_it() -> None:
         y.register_hook(lambda grad: seen.append(active_sampler()))
         y.sum().backward()
     assert seen == [sampler, sampler]
+
+
+def test_which_generators_are_the_default_one() -> None:
+    assert is_default(torch.default_generator)
+    copy = torch.Generator()
+    copy.set_state(torch.default_generator.get_state())
+    for other in (copy, None, 3, "cpu"):
+        assert not is_default(other)

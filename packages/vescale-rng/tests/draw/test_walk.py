@@ -234,3 +234,20 @@ def test_elements_that_share_their_place_are_refused() -> None:
         walk(Counting(8), part_of_slices((4, 2), (slice(0, 2), slice(0, 2)), (0, 1)), torch.empty(2, 2), ())
     with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
         torch.empty(2).expand(4, 2).uniform_()  # and by torch
+
+
+def test_elements_in_one_place_are_refused_unless_there_are_none() -> None:
+    with pytest.raises(LayoutError, match="several elements of shape"):
+        plan_of(Part.whole((2, 3), (0, 1)), 1.0, 1.0, 1)
+    assert plan_of(Part.whole((1, 3, 0), (1, 0, 1)), 1.0, 1.0, 1).groups == ()
+
+
+def test_a_box_of_no_elements_in_a_dim_of_size_one_is_passed_over() -> None:
+    part = Part(
+        (1, 5, 1, 4),
+        (20, 4, 4, 1),
+        (0, 5, 1, 4),
+        (Box((0, 0, 0, 0), (0, 5, 1, 4)),),
+        (((0, 0), (0, 5), (0, 1), (0, 4)),),
+    )
+    walk(Counting(20), part, torch.empty(part.local_shape), (torch.empty(part.local_shape),))

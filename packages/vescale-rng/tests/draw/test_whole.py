@@ -27,6 +27,19 @@ ARGS: dict[str, tuple[Any, ...]] = {
 }
 
 
+def test_the_default_generator_given_within_a_block_is_the_blocks() -> None:
+    with use_sampler(PortableGenerator(3)):
+        wanted = run_whole("randperm", (17,))
+    with use_sampler(PortableGenerator(3)):
+        assert torch.equal(run_whole("randperm", (17,), {"generator": torch.default_generator}), wanted)
+    own = torch.Generator().manual_seed(1)
+    with use_sampler(PortableGenerator(3)):
+        found = run_whole("randperm", (17,), {"generator": own})
+    assert torch.equal(found, torch.randperm(17, generator=own.manual_seed(1)))
+    with pytest.raises(TypeError, match=r"generator: expected a torch.Generator"):
+        run_whole("randperm", (17,), {"generator": 5})
+
+
 def test_every_operator_has_a_case() -> None:
     assert ARGS.keys() == WHOLE.keys()
     assert not WHOLE.keys() & CLOSED_FORM

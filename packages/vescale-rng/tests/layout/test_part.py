@@ -6,6 +6,7 @@ import copy
 import pickle
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -107,8 +108,6 @@ def test_the_fields_that_the_next_test_breaks_are_right() -> None:
         ({"boxes": (Box((0, 0), (2, 2)), Box((3, 2), (2, 2)))}, r"offset=\(3, 2\).* is not inside"),
         ({"boxes": (Box((0, 0), (2, 2)), Box((1, 1), (2, 2)))}, r"\(\(0, 2\), \(0, 2\)\) and .* overlap"),
         ({"boxes": (Box((0,), (4,)), Box((2, 2), (2, 2)))}, r"needs 2 numbers each"),
-        ({"boxes": (Box((0, 0), (2, 2)), Box((2, -1), (2, 2)))}, r"boxes: offset: .* not negative"),
-        ({"boxes": (Box((0, 0), (2, 2)), Box((2, 1), (2, None)))}, r"boxes: shape: .* integers"),  # type: ignore[arg-type]
         ({"windows": (((0, 2), (0, 2)),)}, r"2 boxes need as many windows, but got 1"),
         ({"windows": (((0, 2), (0, 2)), ((0, 2), (2, 3)))}, r"has not the shape of its box"),
         ({"windows": (((0, 2), (0, 2)), ((0, 2), (3, 5)))}, r"is not inside the local tensor"),
@@ -118,6 +117,28 @@ def test_the_fields_that_the_next_test_breaks_are_right() -> None:
 def test_what_does_not_fit_together_is_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         part(**changes)
+
+
+@pytest.mark.parametrize(
+    ("offset", "shape", "name"),
+    [((0,), (-1,), "shape"), ((2, -1), (2, 2), "offset"), ((2, 1), (2, None), "shape"), ([0], (1,), "offset")],
+)
+def test_boxes_of_other_numbers_are_refused(offset: Any, shape: Any, name: str) -> None:
+    with pytest.raises(LayoutError, match=f"{name}: expected a tuple of integers that are not negative"):
+        Box(offset, shape)
+
+
+@pytest.mark.parametrize("shape", [(2**63,), (2**70, 0), (0, 2**62, 2**62), (2**40, 2**40)], ids=str)
+def test_sizes_beyond_those_of_torch(shape: tuple[int, ...]) -> None:
+    with pytest.raises((RuntimeError, TypeError)):
+        torch.empty(shape, device="meta")
+    with pytest.raises(LayoutError, match=r"shape: .* larger than any tensor of torch"):
+        Part.whole(shape)
+
+
+@pytest.mark.parametrize("shape", [(2**62,), (2**63 - 1,), (2**40, 0, 2**20)], ids=str)
+def test_the_largest_sizes_of_torch(shape: tuple[int, ...]) -> None:
+    assert Part.whole(shape).global_shape == shape
 
 
 @pytest.mark.parametrize("shape", [(-1,), (True,), (1.5,), "ab", 3, (None,)], ids=str)

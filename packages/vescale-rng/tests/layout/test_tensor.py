@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -242,12 +243,22 @@ def test_layouts_of_a_plugin_that_are_refused(provide: Provide) -> None:
             part_of_tensor(tensor)
 
 
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+def test_sparse_tensors_are_refused(layout: torch.layout) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # CSR is in beta
+        sparse = torch.eye(3).to_sparse(layout=layout)
+    for tensor in (sparse, torch.nn.Parameter(sparse)):
+        with pytest.raises(LayoutError, match=r"tensor: expected a dense tensor, but got torch.sparse_c"):
+            part_of_tensor(tensor)
+
+
 @pytest.mark.slow
-def test_nothing_needs_torch_distributed() -> None:
+def test_nothing_needs_torch_dtensor() -> None:
     program = """
 import sys, types, torch
-for name in [*sys.modules, "torch.distributed", "torch.distributed.tensor"]:
-    if name.startswith("torch.distributed"):
+for name in [*sys.modules, "torch.distributed.tensor"]:
+    if name.startswith("torch.distributed.tensor"):
         sys.modules[name] = None  # importing it fails now
 from vescale_rng._layout import Part, part_of_mesh, part_of_tensor
 assert part_of_tensor(torch.empty(2))[0] == Part.whole((2,))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vescale_rng import PortableGenerator
+from vescale_rng import PortableGenerator, portable
 from vescale_rng._portable.laws import make_law
 from vescale_rng._portable.source import PortableSource
 from vescale_rng.errors import RandomError, UnsupportedRandomOperatorError
@@ -111,3 +111,26 @@ def test_does_not_touch_the_default_generator():
     before = torch.get_rng_state()
     draw(PortableGenerator(1).manual_seed(2))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_wrong_types():
+    for value in (1.5, "a", None, torch.tensor(1.5)):
+        with pytest.raises(TypeError, match="seed: expected an integer"), portable(value):
+            pass
+        with pytest.raises(TypeError, match="seed: expected an integer"):
+            PortableGenerator(3).manual_seed(value)
+        with pytest.raises(TypeError, match="counter: expected an integer"):
+            PortableGenerator(3, counter=value)
+    for state in (b"x" * 24, None, [1]):
+        with pytest.raises(TypeError, match="state: expected the tensor"):
+            PortableGenerator(3).set_state(state)
+    assert PortableGenerator(torch.tensor(3)).initial_seed() == 3
+
+
+def test_what_to_do_about_operators_without_a_portable_form():
+    with portable(3) as g:
+        with pytest.raises(UnsupportedRandomOperatorError, match=r"outside of the block or.* of its own$"):
+            torch.poisson(torch.ones(3))
+        own = torch.Generator().manual_seed(1)
+        assert torch.poisson(torch.ones(3), generator=own).shape == (3,)
+        assert g.counter == 0

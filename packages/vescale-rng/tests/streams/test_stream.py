@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vescale_rng import DeviceProfile, EmulatedGenerator, PortableGenerator, emulate_cuda, portable
 from vescale_rng._streams import Stream
 from vescale_rng.errors import RandomError
 
@@ -179,3 +181,72 @@ def test_peek_under_modes(count: int) -> None:
     with torch.inference_mode():
         plain = streams[0].peek(count)
     assert not plain.is_inference()
+
+
+def test_waiting_tells_what_the_next_normals_take() -> None:
+    generator = torch.Generator().manual_seed(1)
+    stream = Stream(generator)
+    for n in (3, 4, 5, 1, 1):
+        torch.rand(2, generator=generator)
+        waits = stream.waiting
+        other = torch.Generator()
+        other.set_state(generator.get_state())
+        at = stream.position
+        torch.randn(1, generator=other)
+        assert waits == (Stream(other).position == at)  # the number that waits costs no word
+        torch.randn(n, generator=generator)
+    assert not Stream(Counted(1, 8)).waiting
+
+
+@pytest.mark.parametrize("wrong", [1.5, "a", None, torch.tensor(1.5)])
+def test_counts_have_to_be_integers(wrong: Any) -> None:
+    for stream in (Stream(torch.Generator()), Stream(Counted(1, 8))):
+        before = repr(stream)
+        for call in (stream.jump, stream.peek, lambda n, s=stream: s.peek(1, subsequence=n)):
+            with pytest.raises(TypeError, match=r"(words|subsequence): expected an integer"):
+                call(wrong)
+        assert repr(stream) == before
+
+
+@pytest.mark.parametrize("wrong", [3, "cpu", torch.Generator, object(), torch.tensor(3)])
+def test_what_is_no_generator(wrong: Any) -> None:
+    with pytest.raises(TypeError, match=r"generator: expected a torch.Generator, or one with initial_seed"):
+        Stream(wrong)
+
+
+def test_an_emulated_generator_is_a_stream_and_a_portable_one_is_not() -> None:
+    generator = EmulatedGenerator(DeviceProfile.of("A100"), 5)
+    stream = Stream(generator)
+    u = torch.empty(1)
+    source = generator.source("uniform_", torch.float32, torch.device("cpu"), (1,), (1,), ())
+    source.emit(u, 0, ())
+    source.finish()
+    assert (stream.seed, stream.position) == (5, 4)
+    stream.jump(-4)
+    assert int(stream.peek(1)) == _philox(5, 0, 0)[0]
+    assert float(u) == pytest.approx(_philox(5, 0, 0)[0] / 2**32, abs=1e-7)
+    stream.jump(8)
+    assert generator.get_offset() == 8
+    assert repr(stream) == "Stream(EmulatedGenerator, seed=5, offset=8)"
+    with pytest.raises(TypeError, match=r"got PortableGenerator\(5, counter=0\).*see its counter"):
+        Stream(PortableGenerator(5))
+
+
+@pytest.mark.parametrize("name", ["portable", "emulate_cuda"])
+def test_the_default_generator_within_a_block_is_no_stream(name: str) -> None:
+    outside = Stream(torch.Generator().manual_seed(2))
+    with portable(5) if name == "portable" else emulate_cuda("A100", seed=5):
+        for stream in (Stream(), Stream(torch.default_generator)):
+            before = torch.get_rng_state()
+            for ask in (
+                lambda s: s.position,
+                lambda s: s.waiting,
+                lambda s: s.jump(1),
+                lambda s: s.peek(1),
+            ):
+                with pytest.raises(RandomError, match=rf"within {name}\(\) torch's default generator"):
+                    ask(stream)
+            assert torch.equal(torch.get_rng_state(), before)
+        outside.jump(3)
+        assert outside.position == 3
+    assert Stream().position >= 0

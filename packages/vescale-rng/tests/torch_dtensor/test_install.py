@@ -17,8 +17,9 @@ from vescale_testing import cached_mesh, fake_ranks
 DISPATCHER = DTensor._op_dispatcher
 UNIFORM = torch.ops.aten.uniform_.default
 NAMES = [(api, "_dtensor_init_helper")] + [
-    (torch.nn.init, name) for name in ("_no_grad_trunc_normal_", "orthogonal_", "sparse_")
+    (torch.nn.init, name) for name in ("_no_grad_trunc_normal_", "dirac_", "eye_", "orthogonal_", "sparse_")
 ]
+NAMES += [(kind, "_fill_padding_idx_with_zero") for kind in (torch.nn.Embedding, torch.nn.EmbeddingBag)]
 
 
 def _everything():
@@ -88,6 +89,66 @@ def test_single_device_as_a_decorator_and_after_an_error():
     assert not installed()
 
 
+def test_decorator_without_parentheses():
+    @single_device
+    def step(x, *, y=1):
+        return installed(), x, y
+
+    assert step.__name__ == "step"
+    assert step(2, y=3) == (True, 2, 3)
+    assert not installed()
+
+
+def test_functions_that_go_on_after_their_call_are_refused():
+    async def waiting():
+        return installed()
+
+    def yielding():
+        yield installed()
+
+    async def both():
+        yield installed()
+
+    for function in (waiting, yielding, both):
+        for decorate in (single_device, single_device(), single_device(check=False)):
+            with pytest.raises(TypeError, match=rf"{function.__name__} is a generator or an async.*with single_device"):
+                decorate(function)
+    with pytest.raises(TypeError, match="decorates functions, but got False"):
+        single_device(False)
+
+
+def test_one_object_many_times():
+    before = _everything()
+    block = single_device()
+    with block, block:
+        with block:
+            assert installed()
+        assert installed()
+    assert not installed()
+    with block:
+        assert installed()
+    assert _everything() == before
+
+
+def test_uninstall_within_a_block_does_not_hide_the_error_of_its_body():
+    before = _everything()
+
+    @single_device
+    def step():
+        uninstall()
+        assert not installed()
+        raise KeyError("body")
+
+    with pytest.raises(KeyError, match="body"):
+        step()
+    with single_device():
+        uninstall()
+        install()  # is not the block's to take back
+    assert installed()
+    uninstall()
+    assert _everything() == before
+
+
 def test_threads_may_install_at_once():
     before = _everything()
 
@@ -111,6 +172,8 @@ def test_threads_may_install_at_once():
         (type(DISPATCHER), "_dispatch_get_local_results_slow_path"),
         (api, "_dtensor_init_helper"),
         (torch.nn.init, "_no_grad_trunc_normal_"),
+        (torch.nn.init, "eye_"),
+        (torch.nn.Embedding, "_fill_padding_idx_with_zero"),
         (torch._C, "_dispatch_get_all_op_names"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

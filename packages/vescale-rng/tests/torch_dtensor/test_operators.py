@@ -66,6 +66,8 @@ DEFAULT_GENERATOR_ONLY = {
     "native_dropout": lambda t: torch.native_dropout(t, 0.3, True)[0],
     "native_dropout mask": lambda t: torch.native_dropout(t, 0.3, True)[1].to(torch.uint8),
     "native_dropout 1": lambda t: torch.native_dropout(t, 1.0, True)[0],
+    "native_dropout half": lambda t: torch.native_dropout(t.half(), 0.3, True)[0],
+    "native_dropout bfloat16": lambda t: torch.native_dropout(t.bfloat16(), 0.3, True)[0],
     "native_dropout off": lambda t: torch.native_dropout(t, 0.3, False)[0],
     "rrelu": lambda t: F.rrelu(t, training=True),
     "rrelu_": lambda t: F.rrelu(t, training=True, inplace=True),
@@ -318,7 +320,8 @@ def test_gradients_of_dropout_and_rrelu(world):
 def test_inference_mode(world):
     x = torch.randn(7, 6, generator=G().manual_seed(0))
     functions = {
-        **{name: DEFAULT_GENERATOR_ONLY[name] for name in ("dropout", "alpha_dropout", "rrelu")},
+        **{name: DEFAULT_GENERATOR_ONLY[name] for name in ("dropout", "dropout 1", "alpha_dropout", "rrelu")},
+        "dropout half": lambda t: F.dropout(t.half(), 0.3),
         "uniform_": lambda t: t.uniform_(),
         "feature": lambda t: F.feature_alpha_dropout(t, 0.4, training=True),
     }
@@ -329,3 +332,43 @@ def test_inference_mode(world):
             got, got_state, _ = _run(function, sharded)
             assert torch.equal(got.full_tensor(), expected), name
             assert torch.equal(got_state, state), name
+
+
+@pytest.mark.ranks(3, pool=True)
+@pytest.mark.parametrize("rows", [1, 2, 7])
+def test_expanded_tensors_are_refused_alike_on_all_ranks(world, rows):
+    """Also where a rank holds one element only, or none, so that its local part does not overlap."""
+    message = "more than one element of the written-to tensor refers to a single memory location"
+    calls = {**IN_PLACE, "bernoulli out": lambda t, g: torch.bernoulli(t.clone(), out=t)}
+    with single_device():
+        for name, call in calls.items():
+            torch.manual_seed(5)
+            before = torch.get_rng_state()
+            for placements in ([Shard(0)], [Shard(1)], [Replicate()]):
+                x = distribute_tensor(torch.ones(rows, 3), cached_mesh(world), placements, src_data_rank=None)
+                if placements == [Shard(1)]:
+                    x = x[None].expand(2, rows, 3)
+                else:
+                    x = x[:, :1].expand(rows, 3)
+                if rows > 1 and placements == [Replicate()]:
+                    with pytest.raises(RuntimeError, match=message):
+                        call(torch.ones(rows, 1).expand(rows, 3), None)
+                with pytest.raises(RuntimeError, match=message):
+                    call(x, None)
+            assert torch.equal(torch.get_rng_state(), before), name
+        empty = distribute_tensor(torch.ones(0, 1), cached_mesh(world), [Replicate()], src_data_rank=None)
+        assert empty.expand(0, 3).uniform_().shape == (0, 3)
+
+
+@pytest.mark.ranks(2, pool=True)
+def test_dropout_of_integers_fails_as_on_one_device(world):
+    x = torch.ones(7, 6, dtype=torch.int64)
+    sharded = distribute_tensor(x, cached_mesh(world), [Shard(0)], src_data_rank=None)
+    states = []
+    with single_device():
+        for t in (x, sharded):
+            torch.manual_seed(3)
+            with pytest.raises(RuntimeError, match="can't be cast to the desired output type"):
+                F.dropout(t, 0.5)
+            states.append(torch.get_rng_state())
+    assert torch.equal(*states)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from .._draw.borrowed import block
 from .._draw.interception import InterceptRandom
 from .._draw.mode import use_sampler
 from ..errors import UnsupportedRandomOperatorError
@@ -19,8 +20,6 @@ from .laws import vector_size
 from .profile import DeviceProfile
 
 __all__ = ["EmulatedGenerator", "emulate_cuda"]
-
-_bound: list[EmulatedGenerator] = []
 
 
 class EmulateRandom(InterceptRandom):
@@ -78,6 +77,16 @@ def _apply_order(out: Tensor, p: Tensor) -> list[int]:
     return order
 
 
+def _profile(given: DeviceProfile | str) -> DeviceProfile:
+    if isinstance(given, str):
+        return DeviceProfile.of(given)
+    if not isinstance(given, DeviceProfile):
+        raise TypeError(
+            f"profile: expected the name of a GPU model, a DeviceProfile or an EmulatedGenerator, got {given!r}"
+        )
+    return given
+
+
 def _emulating() -> bool:
     return any(isinstance(mode, EmulateRandom) for mode in _get_current_dispatch_mode_stack())
 
@@ -91,21 +100,31 @@ def emulate_cuda(profile: DeviceProfile | str | EmulatedGenerator, *, seed: int 
     float32 and half values with approximate instructions, so last bits can differ. `dropout` runs as a GPU's fused one.
 
     Within the block the state is kept in torch's default CPU generator, so `torch.manual_seed`, `fork_rng` and
-    activation checkpointing act on the emulated GPU; that generator goes back to where it was at the end. Random
-    operators without a model (poisson, randperm, multinomial, rrelu, fused attention with dropout, ...) raise, and so
-    does a `torch.Generator` given explicitly. CPU tensors alone are emulated, on the thread that entered the block;
-    sharded draws of this package on every thread. What draws on the CPU of a GPU machine too, such as a data loader's
-    seed, belongs outside of the block.
+    activation checkpointing act on the emulated GPU; that generator goes back to where it was at the end. Keep a
+    checkpointed forward and its backward in one block: else `checkpoint(use_reentrant=False)` raises a
+    `CheckpointError`, and with `use_reentrant=True`, or where a state from within the block is loaded outside by hand,
+    nothing can tell, and the masks are wrong. States of torch's own that are loaded within the block are errors.
+
+    Random operators without a model (poisson, randperm, multinomial, rrelu, fused attention with dropout, ...) raise,
+    and so do nested and sparse tensors, and a `torch.Generator` given explicitly other than the default one. CPU
+    tensors alone are emulated, on the thread that entered the block; sharded draws of this package on every thread.
+    Blocks of one thread may be nested; no other thread can enter one until it ends. What draws on the CPU of a GPU
+    machine too, such as a data loader's seed, belongs outside of the block.
+
+    A GPU runs `bernoulli_(p)` with a tensor `p` in an order that depends on the strides of both. Plain tensors follow
+    it in all cases; sharded draws take it that `p` is laid out in memory like the whole tensor that is filled.
 
     Args:
-        profile: a GPU model ("H100", "A100", "RTX 3090", ...), its profile, or an emulated generator to go on with.
+        profile: a GPU model ("H100", "A100", ...; see `DeviceProfile.of`), its profile, or an emulated generator to go
+            on with.
         seed: as of `torch.manual_seed`; not with a generator.
 
     Yields:
         The generator of the emulated GPU; it keeps its last state after the block.
 
     Raises:
-        RandomError: for an unknown GPU model.
+        RandomError: for an unknown GPU model, a seed out of range, or if another thread is within a block.
+        TypeError: if `profile` is none of these, or `seed` no integer.
         UnsupportedRandomOperatorError: within the block, from an operator that is not modelled.
 
     >>> with emulate_cuda("A100", seed=0) as generator:
@@ -117,19 +136,6 @@ def emulate_cuda(profile: DeviceProfile | str | EmulatedGenerator, *, seed: int 
             raise ValueError(f"seed={seed} goes with a GPU model; call generator.manual_seed instead")
         generator = profile
     else:
-        generator = EmulatedGenerator(DeviceProfile.of(profile) if isinstance(profile, str) else profile, seed)
-    before = torch.default_generator.get_state()
-    outer = _bound[-1] if _bound else None
-    if outer is not None:
-        outer._unbind()
-    _bound.append(generator)
-    generator._bind()
-    try:
-        with registered(_emulating), use_sampler(generator), EmulateRandom(generator):
-            yield generator
-    finally:
-        _bound.pop()
-        generator._unbind()
-        torch.default_generator.set_state(before)
-        if outer is not None:
-            outer._bind()
+        generator = EmulatedGenerator(_profile(profile), seed)
+    with block(generator._state), registered(_emulating), use_sampler(generator), EmulateRandom(generator):
+        yield generator

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 import struct
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._draw.borrowed import lend, look
+from .._draw.borrowed import Borrowed
 from ..errors import RandomError
 from .laws import law_of
 from .profile import DeviceProfile
@@ -17,7 +18,6 @@ from .sources import EmulatedSource
 __all__ = ["EmulatedGenerator"]
 
 _STATE = struct.Struct("<QQ")
-_MARK = (0x656D756C, 0x63756461)
 _MASK64 = (1 << 64) - 1
 
 
@@ -31,57 +31,67 @@ class EmulatedGenerator:
         profile: of the GPU.
         seed: any integer of 64 bits; negative ones wrap as in `torch.manual_seed`.
 
+    Raises:
+        RandomError: if the seed is out of range.
+        TypeError: if `profile` is no profile, or `seed` no integer.
+
     >>> g = EmulatedGenerator(DeviceProfile.of("H100"), 7)
     >>> g.initial_seed(), g.get_offset(), g.get_state().shape
     (7, 0, torch.Size([16]))
     """
 
     def __init__(self, profile: DeviceProfile, seed: int = 0) -> None:
+        if not isinstance(profile, DeviceProfile):
+            raise TypeError(f"profile: expected a DeviceProfile, got {profile!r}; DeviceProfile.of finds one by name")
         self.profile = profile
-        self._own = (_seed(seed), 0)
-        self._bound = False
+        self._state = Borrowed("emulate_cuda", _seed(seed), 0)
 
     def __repr__(self) -> str:
-        seed, offset = self._read()
+        seed, offset = self._state.read()
         return f"EmulatedGenerator({self.profile.name!r}, seed={seed}, offset={offset})"
 
     def manual_seed(self, seed: int) -> EmulatedGenerator:
         """Go to the beginning of the stream of a seed; returns the generator."""
-        self._write(_seed(seed), 0)
+        self._state.write(_seed(seed), 0)
         return self
 
     def initial_seed(self) -> int:
         """Return the seed, 0 <= seed < 2**64."""
-        return self._read()[0]
+        return self._state.read()[0]
 
     def get_offset(self) -> int:
         """Return the offset: words that each thread has passed, a multiple of 4."""
-        return self._read()[1]
+        return self._state.read()[1]
 
     def set_offset(self, offset: int) -> None:
         """Set the offset.
 
         Raises:
             RandomError: if it is no multiple of 4, as CUDA's generators.
+            TypeError: if it is no integer.
         """
+        offset = _integer("offset", offset)
         if not 0 <= offset <= _MASK64 or offset % 4:
             raise RandomError(f"offset has to be a multiple of 4 within 64 bits, got {offset}")
-        self._write(self._read()[0], offset)
+        self._state.write(self._state.read()[0], offset)
 
     def get_state(self) -> Tensor:
         """Return seed and offset as 16 bytes (uint8), the same that a CUDA generator's `get_state` returns."""
-        return torch.tensor(list(_STATE.pack(*self._read())), dtype=torch.uint8, device="cpu")
+        return torch.tensor(list(_STATE.pack(*self._state.read())), dtype=torch.uint8, device="cpu")
 
     def set_state(self, state: Tensor) -> None:
         """Go to a state of `get_state`, of this generator or of a CUDA one.
 
         Raises:
-            RandomError: for anything but 16 bytes.
+            RandomError: for a tensor of anything but 16 bytes.
+            TypeError: for anything but a tensor.
         """
+        if not isinstance(state, Tensor):
+            raise TypeError(f"state: expected the tensor that get_state returned, got {type(state).__name__}")
         if state.dtype != torch.uint8 or tuple(state.shape) != (_STATE.size,):
             raise RandomError(f"state has to be {_STATE.size} bytes, got {tuple(state.shape)} of {state.dtype}")
         seed, offset = _STATE.unpack(bytes(state.tolist()))
-        self._write(seed, offset)
+        self._state.write(seed, offset)
 
     # ------------------------------------------------------------------ the sampler protocol of _draw
 
@@ -96,40 +106,28 @@ class EmulatedGenerator:
     ) -> EmulatedSource:
         """Begin a draw; see `_draw.source.Sampler`. For "dropout", dtype and stride are those of its input."""
         law = law_of(op, dtype, shape, stride, args)
+        self._state.begin_draw()
         return EmulatedSource(law, shape, stride, self.initial_seed(), self, self.profile)
 
     def save(self) -> object:
         """Return the state, for `restore`."""
-        return self._read()
+        return self._state.read()
 
     def restore(self, token: object) -> None:
         """Go back to a saved state."""
         assert isinstance(token, tuple)
-        self._write(*token)
-
-    # ------------------------------------------------------------------ where the state is
-
-    def _read(self) -> tuple[int, int]:
-        if self._bound:
-            self._own = look(_MARK, self._own)
-        return self._own
-
-    def _write(self, seed: int, offset: int) -> None:
-        self._own = (seed, offset)
-        if self._bound:
-            lend(_MARK, seed, offset)
-
-    def _bind(self) -> None:
-        """Keep the state in torch's default CPU generator from now on."""
-        self._bound = True
-        lend(_MARK, *self._own)
-
-    def _unbind(self) -> None:
-        self._read()
-        self._bound = False
+        self._state.write(*token)
 
 
 def _seed(value: int) -> int:
-    if not -(1 << 63) <= value <= _MASK64:
+    number = _integer("seed", value)
+    if not -(1 << 63) <= number <= _MASK64:
         raise RandomError(f"seed has to be within -2**63 and 2**64 - 1, got {value}")
-    return value & _MASK64
+    return number & _MASK64
+
+
+def _integer(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: expected an integer, got {value!r} ({type(value).__name__})") from None

@@ -19,7 +19,7 @@ from .laws import Law, random_range
 from .philox import philox_words
 from .profile import DeviceProfile
 
-__all__ = ["emulate"]
+__all__ = ["emulate", "emulate_at"]
 
 _Words = tuple[Tensor, Tensor, Tensor, Tensor]
 _Transform = Callable[[_Words, int], Tensor]
@@ -65,6 +65,41 @@ def emulate(
     else:
         threads = profile.threads(numel) if law.layout == "vector" else -(-numel // 4)
         _neighbours(law, out, start, params, threads, seed, offset // 4)
+
+
+def emulate_at(
+    law: Law,
+    out: Tensor,
+    positions: Tensor,
+    params: tuple[Any, ...],
+    *,
+    numel: int,
+    seed: int,
+    offset: int,
+    profile: DeviceProfile,
+) -> None:
+    """Compute elements of one launch that do not follow each other.
+
+    Args:
+        law: of a draw of the layout "grid" that takes one word per element.
+        out: contiguous 1-D tensor to fill.
+        positions: int64 of `len(out)`, the elements, counted in the order of the kernel.
+        params: of the kernel, no tensors.
+        numel: elements of the whole launch.
+        seed: of the generator.
+        offset: of the generator when the launch begins, a multiple of 4.
+        profile: of the GPU.
+    """
+    threads = profile.threads(numel)
+    transform = _transform(law, params)
+    block = _block(out.device)
+    for start in range(0, out.numel(), block):
+        some, place = positions[start : start + block], out[start : start + block]
+        within = some % law.round_numel(threads)
+        step, lane, thread = some // law.round_numel(threads), within // threads, within % threads
+        words = torch.stack(philox_words(seed, thread, step + offset // 4))
+        word = words.gather(0, lane.unsqueeze(0))[0]
+        place.copy_(transform((word, word, word, word), 0))
 
 
 def _grid(law: Law, out: Tensor, start: int, transform: _Transform, threads: int, seed: int, counter: int) -> None:

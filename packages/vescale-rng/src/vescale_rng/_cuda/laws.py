@@ -9,6 +9,7 @@ Source: ATen/native/cuda/DistributionTemplates.h of torch 2.11 to 2.13, and Drop
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,10 +18,21 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from .._streams.modes import plain_torch
 from ..errors import UnsupportedRandomOperatorError
 from .profile import DeviceProfile
 
-__all__ = ["KERNELS", "Law", "dropout_scale", "law_of", "pieces", "random_range", "vector_size"]
+__all__ = [
+    "KERNELS",
+    "Law",
+    "dropout_scale",
+    "law_of",
+    "logical_order",
+    "logical_positions",
+    "pieces",
+    "random_range",
+    "vector_size",
+]
 
 KERNELS = frozenset("uniform_ normal_ log_normal_ exponential_ cauchy_ geometric_ bernoulli_ random_ dropout".split())
 """Kernels that are modelled: in-place methods of `torch.Tensor`, and "dropout", the keep mask of `native_dropout`."""
@@ -125,11 +137,6 @@ def law_of(kernel: str, dtype: torch.dtype, shape: Sequence[int], stride: Sequen
 def _dropout_law(dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int], args: tuple[Any, ...]) -> Law:
     vector = args[1] if len(args) > 1 else vector_size(dtype, shape, stride)
     if vector == 1:
-        if _is_dense(shape, stride) and not _is_contiguous(shape, stride):
-            raise UnsupportedRandomOperatorError(
-                f"dropout on a GPU: shape={tuple(shape)} with strides {tuple(stride)} has an odd number of elements, "
-                "and such a permuted tensor is not drawn in memory order; make it contiguous"
-            )
         return Law("dropout", dtype, "grid", 4)
     if vector not in (2, 4, 8):
         raise UnsupportedRandomOperatorError(f"dropout on a GPU: vector size {vector} is none of 1, 2, 4, 8")
@@ -178,13 +185,34 @@ def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return True
 
 
-def _is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    expected = 1
-    for size, step in zip(reversed(shape), reversed(stride), strict=True):
-        if size != 1 and step != expected:
-            return False
-        expected *= size
-    return True
+def logical_order(law: Law, shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether a draw takes the elements in logical order, and memory order is another one.
+
+    Fused dropout does so where it takes one element at a time: for gaps in memory, and for odd numbers of elements.
+
+    Args:
+        law: of the draw.
+        shape: of the whole tensor.
+        stride: of the whole tensor, elements.
+    """
+    if law.kernel != "dropout" or law.layout != "grid":
+        return False
+    steps = [s for s, n in zip(stride, shape, strict=True) if n != 1]
+    return any(a < b for a, b in itertools.pairwise(steps))
+
+
+def logical_positions(start: int, stop: int, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
+    """Places in logical order of the elements `[start, stop)` in memory order, int64.
+
+    >>> logical_positions(0, 6, (2, 3), (1, 2)).tolist()  # of a transposed tensor
+    [0, 3, 1, 4, 2, 5]
+    """
+    rest = torch.arange(start, stop, device="cpu")
+    found = torch.zeros_like(rest)
+    for dim in sorted(range(len(shape)), key=lambda d: stride[d]):
+        found += rest % shape[dim] * math.prod(shape[dim + 1 :])
+        rest //= shape[dim]
+    return found
 
 
 # ------------------------------------------------------------------ random_
@@ -198,7 +226,11 @@ def random_range(dtype: torch.dtype, args: tuple[Any, ...]) -> tuple[int, int]:
     Raises:
         RuntimeError: for an empty range, as torch.
     """
-    low, high = (0, args[0]) if len(args) == 1 else args
+    with plain_torch():
+        return _random_range(dtype, *((0, args[0]) if len(args) == 1 else args))
+
+
+def _random_range(dtype: torch.dtype, low: int, high: int | None) -> tuple[int, int]:
     digits = _DIGITS.get(dtype)
     if high is not None:
         if digits is not None:

@@ -7,6 +7,8 @@ around, so the same seed gives different numbers on different GPU models.
 from __future__ import annotations
 
 import functools
+import operator
+import re
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +28,10 @@ class DeviceProfile:
         name: for messages.
         sms: streaming multiprocessors.
         max_threads_per_sm: threads that one of them holds.
+
+    Raises:
+        RandomError: if a number is too small.
+        TypeError: if `name` is no string, or a number no integer.
     """
 
     name: str
@@ -33,6 +39,14 @@ class DeviceProfile:
     max_threads_per_sm: int
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise TypeError(f"name: expected a string, got {self.name!r}")
+        for argument in ("sms", "max_threads_per_sm"):
+            value = getattr(self, argument)
+            try:
+                object.__setattr__(self, argument, operator.index(value))
+            except TypeError:
+                raise TypeError(f"{argument}: expected an integer, got {value!r}") from None
         if self.sms < 1 or self.max_threads_per_sm < BLOCK_SIZE:
             raise RandomError(
                 f"DeviceProfile {self.name!r}: sms={self.sms} must be at least 1 and "
@@ -62,13 +76,19 @@ class DeviceProfile:
         """Return the profile of a known GPU model.
 
         Args:
-            name: such as "H100", "A100" or "RTX 3090"; case, spaces and dashes do not matter. Plain "H100" is the SXM
-                board.
+            name: such as "H100", "A100" or "RTX 3090", or as `torch.cuda.get_device_name` has it, such as "NVIDIA H100
+                80GB HBM3"; case, spaces and dashes do not matter. Plain "H100" is the SXM board.
 
         Raises:
             RandomError: for a model that is not in the table; `DeviceProfile(name, sms, max_threads_per_sm)` takes any.
+            TypeError: if it is no string.
+
+        >>> DeviceProfile.of("NVIDIA H100 80GB HBM3").name, DeviceProfile.of("NVIDIA H100 PCIe").name
+        ('H100 SXM', 'H100 PCIe')
         """
-        found = _BY_KEY.get(_key(name))
+        if not isinstance(name, str):
+            raise TypeError(f"name: expected the name of a GPU model, got {name!r}")
+        found = _BY_KEY.get(_key(name)) or _by_device_name(name)
         if found is None:
             known = ", ".join(model for model, _, _ in _MODELS)
             raise RandomError(
@@ -100,10 +120,26 @@ def _key(name: str) -> str:
     return "".join(c for c in name.lower() if c.isalnum())
 
 
+def _by_device_name(name: str) -> DeviceProfile | None:
+    """Find the model in a driver's name for a device: vendor, model, and words that do not change the numbers.
+
+    Any other word (Ti, Laptop, MIG, ...) makes it another device.
+    """
+    words = [w for w in re.split(r"[\s-]+", name.lower()) if w]
+    while words and words[0] in ("nvidia", "tesla", "geforce"):
+        del words[0]
+    for end in range(len(words), 0, -1):
+        found = _BY_KEY.get(_key("".join(words[:end])))
+        if found is not None and set(words[end:]) <= _SAME.get(found.name, frozenset()):
+            return found
+    return None
+
+
 # Multiprocessors enabled on the product and threads that the compute capability allows per multiprocessor.
 _MODELS: tuple[tuple[str, int, int], ...] = (
     ("A100", 108, 2048),
     ("A10", 72, 1536),
+    ("A10G", 80, 1536),
     ("A30", 56, 2048),
     ("A40", 84, 1536),
     ("RTX A6000", 84, 1536),
@@ -111,6 +147,7 @@ _MODELS: tuple[tuple[str, int, int], ...] = (
     ("GH200", 132, 2048),
     ("H100 SXM", 132, 2048),
     ("H100 PCIe", 114, 2048),
+    ("H100 NVL", 132, 2048),
     ("H200", 132, 2048),
     ("L4", 58, 1536),
     ("L40", 142, 1536),
@@ -130,3 +167,13 @@ _MODELS: tuple[tuple[str, int, int], ...] = (
 _BY_KEY = {_key(model): DeviceProfile(model, sms, threads) for model, sms, threads in _MODELS}
 _BY_KEY["h100"] = _BY_KEY["h100sxm"]
 _BY_KEY.update({_key(model[4:]): _BY_KEY[_key(model)] for model, _, _ in _MODELS if model.startswith("RTX ")})
+# Words that follow the model in names of devices that have the same two numbers.
+_SAME: dict[str, frozenset[str]] = {
+    "A100": frozenset({"sxm4", "pcie", "40gb", "80gb"}),
+    "GH200": frozenset({"120gb", "480gb"}),
+    "H100 SXM": frozenset({"80gb", "hbm3"}),
+    "H200": frozenset({"nvl"}),
+    "P100": frozenset({"pcie", "sxm2", "12gb", "16gb"}),
+    "RTX 6000 Ada": frozenset({"generation"}),
+    "V100": frozenset({"pcie", "sxm2", "sxm3", "16gb", "32gb"}),
+}

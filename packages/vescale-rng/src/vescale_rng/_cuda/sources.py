@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..errors import RandomError
-from .kernels import emulate
-from .laws import Law, law_of, pieces
+from .kernels import emulate, emulate_at
+from .laws import Law, law_of, logical_order, logical_positions, pieces
 from .profile import DeviceProfile
 
 __all__ = ["EmulatedKernel", "EmulatedSource", "Kernel", "Offset", "RoundSource", "cuda_source"]
@@ -65,6 +65,7 @@ class _Launches:
         profile: DeviceProfile,
     ) -> None:
         self.law, self.seed, self.profile = law, seed, profile
+        self.shape, self.stride = tuple(shape), tuple(stride)
         self._generator = generator
         self._base = generator.get_offset()
         self._launches, self._total = pieces(law, shape, stride, profile)
@@ -104,7 +105,20 @@ class EmulatedSource(_Launches):
     skip_cost = 0.0
 
     def _emit(self, out: Tensor, start: int, params: tuple[Any, ...], numel: int, offset: int) -> None:
-        emulate(self.law, out, start, params, numel=numel, seed=self.seed, offset=offset, profile=self.profile)
+        if type(out) is Tensor and torch._C._len_torch_dispatch_stack():
+            # `emulate_cuda` itself is a dispatch mode, and others may fake what they see.
+            with torch._C._DisableTorchDispatch():
+                self._compute(out, start, params, numel, offset)
+        else:
+            self._compute(out, start, params, numel, offset)
+
+    def _compute(self, out: Tensor, start: int, params: tuple[Any, ...], numel: int, offset: int) -> None:
+        launch: dict[str, Any] = {"numel": numel, "seed": self.seed, "offset": offset, "profile": self.profile}
+        if logical_order(self.law, self.shape, self.stride):
+            positions = logical_positions(start, start + out.numel(), self.shape, self.stride)
+            emulate_at(self.law, out, positions.to(out.device), params, **launch)
+        else:
+            emulate(self.law, out, start, params, **launch)
 
 
 class EmulatedKernel:
@@ -124,7 +138,7 @@ class RoundSource(_Launches):
     """A draw produced round by round with ordinary draws of the GPU itself.
 
     Args:
-        law: of the draw, of the layouts "grid" or "vector".
+        law: of the draw, of the layouts "grid" or "vector", not in logical order.
         shape: of the whole tensor.
         stride: of the whole tensor, elements.
         seed: of the generator.
@@ -147,9 +161,10 @@ class RoundSource(_Launches):
         kernel: Kernel,
     ) -> None:
         super().__init__(law, shape, stride, seed, generator, profile)
-        if law.layout == "apply":
+        if not _has_rounds(law, shape, stride):
             raise RandomError(
-                "bernoulli_ with a tensor of chances has no rounds; use EmulatedSource, which is exact for it"
+                f"{law.kernel}: layout {law.layout!r} with strides {tuple(stride)} has no rounds in memory order; "
+                "use EmulatedSource, which is exact for it"
             )
         self._kernel = kernel
         full = law.round_numel(profile.max_threads)
@@ -182,6 +197,11 @@ class RoundSource(_Launches):
         # A draw of several rounds, and of a part of a last one, is an ordinary draw: with no more elements than threads
         # each is the first of its thread, and with more the grid is full.
         self._kernel(law.kernel, out, params, self.seed, offset + step * law.round_offset())
+
+
+def _has_rounds(law: Law, shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether ranges in memory order are ranges of ordinary draws: not for chances, nor for some permuted dropouts."""
+    return law.layout != "apply" and not logical_order(law, shape, stride)
 
 
 # ------------------------------------------------------------------ real GPUs
@@ -268,8 +288,8 @@ def cuda_source(
         raise RuntimeError(f"generator is on {own.device}, but the tensor is on {device}; pass a CUDA generator")
     profile = DeviceProfile.current(device)
     law = law_of(op, dtype, shape, stride, args)
-    if law.layout == "apply":
-        # Its subsequences cannot be reached from outside the kernel, but its arithmetic is exact on any device.
+    if not _has_rounds(law, shape, stride):
+        # Its words cannot be reached from outside the kernel in memory order, but its arithmetic is exact anywhere.
         source = EmulatedSource(law, shape, stride, own.initial_seed(), own, profile)
         source.seek_cost = _LAUNCH
         return source

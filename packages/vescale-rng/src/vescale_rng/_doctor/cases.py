@@ -152,6 +152,14 @@ def _drop(function: Callable[..., Any], shape: tuple[int, ...], p: float = 0.3) 
     return lambda: function(_ones(shape), p, True)
 
 
+def _native_dropout() -> Tensor:
+    """The mask if the values are the input times the scaled mask, rounded in that order; nothing is kept else."""
+    x = _chances(*_IMAGES).to(torch.float16)
+    out, mask = torch.native_dropout(x, 0.3, True)
+    expected = mask.to(torch.float16).mul_(1 / (1 - 0.3)).mul_(x)
+    return mask * float(torch.equal(out, expected))
+
+
 def _attention() -> Tensor:
     """Attention whose output shows the dropped weights: equal scores, and the unit matrix as values."""
     zeros = torch.zeros_like(_ones((2, 3, 16, 16)))
@@ -184,8 +192,7 @@ CALLS = (
     Call("F.dropout, p = 0", _drop(F.dropout, _IMAGES, 0.0), 0, "closed form"),
     Call("F.dropout, p = 1", _drop(F.dropout, _IMAGES, 1.0), 0, "closed form"),
     Call("F.alpha_dropout", _drop(F.alpha_dropout, _IMAGES), 2 * _N, "closed form", mask=_IMAGES),
-    Call("native_dropout", lambda: torch.native_dropout(_ones(_IMAGES), 0.3, True)[0], 2 * _N, "closed form",
-         mask=_IMAGES),
+    Call("native_dropout", _native_dropout, 2 * _N, "closed form", mask=_IMAGES),
     Call("native_dropout, p = 0", _drop(torch.native_dropout, _IMAGES, 0.0), 2 * _N, "closed form"),
     Call("native_dropout, p = 1", _drop(torch.native_dropout, _IMAGES, 1.0), 2 * _N, "closed form"),
     Call("F.dropout1d", _drop(F.dropout1d, _LINES), 2 * _CHANNELS, "closed form", mask=(4, 20, 1)),

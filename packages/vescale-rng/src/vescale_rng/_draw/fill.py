@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .._layout import Box, Part
-from ..errors import RandomError, UnsupportedRandomOperatorError
+from ..errors import LayoutError, RandomError, UnsupportedRandomOperatorError
 from .cpu import cpu_source
 from .cpu_sources import run_kernel
 from .forms import CLOSED_FORM, Form, check_std, off_cpu, real_args, resolve, scale_normal
-from .mode import active_sampler
+from .keep import keep
 from .source import Sampler, Source
+from .unseen import unseen
 from .walk import walk
+from .who import default_generator, who_draws
 from .whole import WHOLE
 
 __all__ = ["default_generator", "fill", "scope"]
@@ -48,6 +52,7 @@ def scope(op: str) -> Literal["local", "global"]:
     )
 
 
+@unseen
 def fill(
     op: str, local: Tensor, part: Part, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
 ) -> None:
@@ -64,7 +69,8 @@ def fill(
 
     Raises:
         UnsupportedRandomOperatorError: if the operator has no form that can be drawn part by part.
-        LayoutError: if `local` has not the shape of the part.
+        LayoutError: if `local`, or a tensor among the parameters, has not the shape of the part.
+        TypeError: if the generator is none.
         RandomError: if the generator lies on another device, or a tensor of standard deviations has negative ones.
     """
     form = resolve(op, args, kwargs)
@@ -72,18 +78,84 @@ def fill(
         return
     if local.requires_grad:
         local = local.detach()
+    form = _with_local_tensors(form, local, part)
     if local.shape != part.local_shape:
         local = _of_local_shape(local, part)
-    if form.after is not None:
-        check_std(form.after[1])
-    if local.is_complex():
-        if form.kernel not in ("uniform_", "normal_"):
-            raise UnsupportedRandomOperatorError(f"{form.kernel} is not defined for {local.dtype}")
-        _fill_real(real_args(form), torch.view_as_real(local), _real_part(part))
-    else:
-        _fill_real(form, local, part)
-    if form.after is not None:
+    if form.after is None:
+        _fill(form, local, part)
+        return
+    check_std(form.after[1])
+    go_back = keep(local.device, form.generator)
+    try:
+        _fill(form, local, part)
         scale_normal(local, *form.after)
+    except BaseException:
+        go_back()
+        raise
+
+
+def _fill(form: Form, local: Tensor, part: Part) -> None:
+    if is_batchedtensor(local):
+        _fill_batched(form, local, part)
+    elif local.is_conj() or local.is_neg():  # what is written has its bits as they are, and what is read has not
+        plain = torch.empty_like(local.resolve_conj().resolve_neg())
+        _fill(form, plain, part)
+        local.copy_(plain)
+    elif not local.is_complex():
+        _fill_real(form, local, part)
+    elif form.kernel not in ("uniform_", "normal_"):
+        raise UnsupportedRandomOperatorError(f"{form.kernel} is not defined for {local.dtype}")
+    elif part.windows is None and not local.is_contiguous():  # its real view would have two dims, and no boxes in it
+        dense = torch.empty_like(local, memory_format=torch.contiguous_format)
+        _fill(form, dense, part)
+        local.copy_(dense)
+    else:
+        _fill_real(real_args(form), torch.view_as_real(local), _real_part(part))
+
+
+def _fill_batched(form: Form, local: Tensor, part: Part) -> None:
+    """Within `torch.vmap`, where torch draws for all of the batch at once: it can do that for whole tensors alone."""
+    by_torch = form.after is None and isinstance(who_draws(form.generator), torch.Generator | None)
+    if not (by_torch and part.is_whole and local.stride() == part.global_stride):
+        raise UnsupportedRandomOperatorError(
+            f"{form.kernel} on a part of a tensor within torch.vmap: one device draws for the whole batch at once, in "
+            "an order that parts do not have. Draw outside of the vmap, for a tensor with the batch as a dim, and hand "
+            "it in as an argument"
+        )
+    run_kernel(form.kernel, local, form.args, form.generator)
+
+
+def _with_local_tensors(form: Form, local: Tensor, part: Part) -> Form:
+    """Check the parameters that are tensors, before anything is drawn: local parts, or single numbers."""
+    if not any(isinstance(a, Tensor) for a in (*form.args, *(form.after or ()))):
+        return form
+    chances = form.kernel == "bernoulli_"
+    args = tuple(_parameter("p" if chances else form.kernel, a, local, part, chances) for a in form.args)
+    after = form.after and tuple(
+        _parameter(name, a, local, part, True) for name, a in zip(("mean", "std"), form.after, strict=True)
+    )
+    return replace(form, args=args, after=after)
+
+
+def _parameter(name: str, value: Any, local: Tensor, part: Part, elementwise: bool) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if not elementwise:
+        if value.numel() == 1:
+            return value.item()
+        raise TypeError(f"{name}: takes numbers as its arguments, but got a tensor of shape {tuple(value.shape)}")
+    if value.device != local.device:
+        raise RandomError(f"{name}: lies on {value.device}, but the tensor to fill on {local.device}")
+    if value.shape == part.local_shape:
+        return value
+    if value.shape == local.shape or part.fits(value):
+        return value.reshape(part.local_shape)
+    if value.dim() == 0:
+        return value.expand(part.local_shape)
+    raise LayoutError(
+        f"{name}: expected a tensor of the shape of the local part, {tuple(local.shape)}, or a single number, but got "
+        f"one of shape {tuple(value.shape)}. Give the elements that belong to this rank's part"
+    )
 
 
 def _of_local_shape(local: Tensor, part: Part) -> Tensor:
@@ -93,26 +165,21 @@ def _of_local_shape(local: Tensor, part: Part) -> Tensor:
 
 
 def _fill_real(form: Form, local: Tensor, part: Part) -> None:
-    generator = form.generator
-    if generator is None:
-        sampler = active_sampler()
-        if sampler is None:
-            generator = default_generator(local.device)
-    elif isinstance(generator, torch.Generator):
-        sampler = None
-        if generator.device.type != local.device.type:
-            raise RandomError(
-                f"generator lies on {generator.device}, but the tensor to fill on {local.device}; give a generator of "
-                "the device of the tensor, or none for the default one"
-            )
+    who = who_draws(form.generator)
+    if who is None:
+        who = form.generator or default_generator(local.device)
+    if not isinstance(who, torch.Generator):
+        _fill_from(who, form, local, part)
+        return
+    if who.device.type != local.device.type:
+        raise RandomError(
+            f"generator lies on {who.device}, but the tensor to fill on {local.device}; give a generator of "
+            "the device of the tensor, or none for the default one"
+        )
+    if local.device.type == "cpu":
+        _fill_cpu(form, local, part, who)
     else:
-        sampler = generator
-    if sampler is not None:
-        _fill_from(sampler, form, local, part)
-    elif local.device.type == "cpu":
-        _fill_cpu(form, local, part, generator)
-    else:
-        _fill_cuda(form, local, part, generator)
+        _fill_cuda(form, local, part, who)
 
 
 def _fill_cpu(form: Form, local: Tensor, part: Part, generator: torch.Generator) -> None:
@@ -189,14 +256,12 @@ def _fill_whole(form: Form, local: Tensor, part: Part, generator: torch.Generato
     whole = torch.empty_strided(part.global_shape, part.global_stride, dtype=local.dtype, device=local.device)
     args = tuple(_among_zeros(a, part) if isinstance(a, Tensor) else a for a in form.args)
     run_kernel(form.kernel, whole, args, generator)
-    for view, box in zip(part.views(local), part.boxes, strict=True):
-        view.copy_(_window(whole, box))
+    take(whole, local, part)
 
 
 def _among_zeros(value: Tensor, part: Part) -> Tensor:
     whole = value.new_zeros(part.global_shape)
-    for view, box in zip(part.views(value), part.boxes, strict=True):
-        _window(whole, box).copy_(view)
+    put(value, whole, part)
     return whole
 
 
@@ -210,6 +275,12 @@ def take(whole: Tensor, local: Tensor, part: Part) -> None:
         view.copy_(_window(whole, box))
 
 
+def put(local: Tensor, whole: Tensor, part: Part) -> None:
+    """Copy the local tensor to its place in the whole one."""
+    for view, box in zip(part.views(local), part.boxes, strict=True):
+        _window(whole, box).copy_(view)
+
+
 @functools.lru_cache(maxsize=1024)
 def _real_part(part: Part) -> Part:
     """The part of the real view of a complex tensor: one more dim, of size 2."""
@@ -220,12 +291,3 @@ def _real_part(part: Part) -> Part:
         tuple(Box((*box.offset, 0), (*box.shape, 2)) for box in part.boxes),
         None if part.windows is None else tuple((*window, (0, 2)) for window in part.windows),
     )
-
-
-def default_generator(device: torch.device) -> torch.Generator:
-    """Return the generator that torch itself uses on a device."""
-    if device.type == "cpu":
-        return torch.default_generator
-    module = getattr(torch, device.type)
-    index = device.index if device.index is not None else module.current_device()
-    return module.default_generators[index]  # type: ignore[no-any-return]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.nn import init
 
 from ..errors import RandomError, UnsupportedRandomOperatorError
 
@@ -51,10 +52,7 @@ def resolve(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) ->
     """
     rule = _RULES.get(op)
     if rule is None:
-        raise UnsupportedRandomOperatorError(
-            f"{op}: no closed form, so it cannot be drawn shard by shard; draw it for the whole tensor and keep the "
-            f"slice. Closed forms: {', '.join(sorted(_RULES))}"
-        )
+        raise UnsupportedRandomOperatorError(_no_form(op))
     names, required, build = rule
     generator = None
     given = args
@@ -67,9 +65,33 @@ def resolve(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) ->
         if isinstance(a, Tensor) and a.requires_grad:
             given = tuple(b.detach() if isinstance(b, Tensor) else b for b in given)
             break
+    if op == "bernoulli" and not given:
+        raise TypeError("bernoulli: missing argument 'p', the chance of a one: a number or a local part")
     if not required <= len(given) <= len(names):
         raise TypeError(f"{op} takes {', '.join(names) or 'no arguments'}; got {len(given)} arguments: {given!r}")
     return build(given, generator)
+
+
+def _no_form(op: Any) -> str:
+    """Say what to call for an operator without a closed form."""
+    if not isinstance(op, str):
+        return f"op: expected the name of one of torch's operators, such as 'rand' or 'normal_', got {op!r}"
+    if f"{op}_" in _RULES:
+        return f"{op}: there is no operator of that name; did you mean {op + '_'!r}?"
+    if op in _WHOLE:
+        return (
+            f"{op}: no closed form, so it cannot be drawn shard by shard; vescale_rng.{op} draws it whole and keeps "
+            "this rank's part"
+        )
+    if callable(getattr(init, op, None)):
+        return (
+            f"{op}: an init function and no operator; call vescale_rng.init_(torch.nn.init.{op}, local, shape, "
+            "part=...)"
+        )
+    return (
+        f"{op}: no closed form, so it cannot be drawn shard by shard; draw it for the whole tensor and keep the "
+        f"slice. Closed forms: {', '.join(sorted(_RULES))}"
+    )
 
 
 def _bind(op: str, names: tuple[str, ...], args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
@@ -106,7 +128,7 @@ def _integers(args: tuple[Any, ...], generator: Any) -> Form:
 
 
 def _keep(args: tuple[Any, ...], generator: Any) -> Form:
-    (p,) = args
+    p = float(args[0])  # dropout reads a tensor as a number; as chances of bernoulli_ it would draw other bits
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
     return Form("bernoulli_", (1 - p,), generator, drop=p)
@@ -114,7 +136,7 @@ def _keep(args: tuple[Any, ...], generator: Any) -> Form:
 
 def _bernoulli(args: tuple[Any, ...], generator: Any) -> Form:
     """`bernoulli(input)` takes its chances from the input, `bernoulli(input, p)` from `p`."""
-    return Form("bernoulli_", args[-1:] or (0.5,), generator)
+    return Form("bernoulli_", args[-1:] or (0.5,), generator)  # 0.5: the default of bernoulli_
 
 
 def _normal(args: tuple[Any, ...], generator: Any) -> Form:
@@ -178,6 +200,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "cauchy_": {"median": 0.0, "sigma": 1.0},
     "log_normal_": {"mean": 1.0, "std": 2.0},
 }
+_WHOLE = frozenset({"poisson", "binomial", "multinomial", "randperm"})
 _INTEGERS = frozenset({"randint", "randint_like", "random_"})
 CLOSED_FORM = frozenset(_RULES)
 

@@ -19,9 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .._cuda.laws import dropout_scale
 from ..errors import UnsupportedRandomOperatorError
 from .forms import Form, real_args, resolve, scale_normal
+from .mode import is_default
 from .source import Sampler
+from .unseen import parts_are_seen
 
-__all__ = ["InterceptRandom"]
+__all__ = ["InterceptRandom", "base_name", "bind_call", "check_call", "device_of", "draws_nothing", "refuse_layouts"]
 
 _FACTORIES = frozenset({"rand", "randn", "randint"})
 _LIKE = frozenset({"rand_like", "randn_like", "randint_like"})
@@ -32,7 +34,7 @@ _DROPOUT_ARGUMENTS = ("dropout_p", "dropout")
 
 
 @functools.cache
-def _base_name(func: Any) -> str:
+def base_name(func: Any) -> str:
     """Name without namespace of an operator that may draw, or "" for any other."""
     namespace, name = func._schema.name.split("::")
     if namespace == "aten" and (name in _UNTAGGED or torch.Tag.nondeterministic_seeded in func.tags):
@@ -50,7 +52,7 @@ def _parameters(func: Any) -> tuple[tuple[str, Any], ...]:
     return tuple((a.name, a.default_value) for a in func._schema.arguments)
 
 
-def _bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def bind_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Arguments of a call by name, defaults included."""
     parameters = _parameters(func)
     bound = dict(parameters)
@@ -59,7 +61,7 @@ def _bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str,
     return bound
 
 
-def _draws_nothing(bound: dict[str, Any]) -> bool:
+def draws_nothing(bound: dict[str, Any]) -> bool:
     """Whether this call of an operator that may draw takes no number: no training, or no dropout."""
     if bound.get("train", True) is False or bound.get("training", True) is False:
         return True
@@ -67,7 +69,7 @@ def _draws_nothing(bound: dict[str, Any]) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _check(kernel: str, dtype: torch.dtype, args: tuple[Any, ...]) -> None:
+def check_call(kernel: str, dtype: torch.dtype, args: tuple[Any, ...]) -> None:
     """Let torch itself check the parameters: its kernels do so on an empty tensor too, and draw nothing for it."""
     getattr(torch.empty(0, dtype=dtype), kernel)(*args)
 
@@ -80,11 +82,14 @@ class InterceptRandom(_Mode):  # type: ignore[misc]
     """Draw the random operators on plain tensors from a sampler, within a ``with`` block and on this thread.
 
     Tensors on the meta device, tensor subclasses (such as DTensor, whose own dispatch then asks the active sampler) and
-    calls with an explicit ``torch.Generator`` are left to torch.
+    calls with a ``torch.Generator`` other than the default one are left to torch.
 
     Args:
         sampler: makes the sources.
     """
+
+    way_out = "Call it outside of the block"
+    """What to do about an operator that the sampler does not know."""
 
     def __init__(self, sampler: Sampler) -> None:
         super().__init__()
@@ -165,7 +170,7 @@ class InterceptRandom(_Mode):  # type: ignore[misc]
     def _fill(self, form: Form, out: Tensor) -> Tensor:
         args = form.args
         if not any(isinstance(a, Tensor) for a in args):
-            _check(form.kernel, out.dtype, args)
+            check_call(form.kernel, out.dtype, args)
         elif form.kernel == "bernoulli_":
             _check_chances(args[0])
         if out.is_complex():
@@ -190,21 +195,24 @@ class InterceptRandom(_Mode):  # type: ignore[misc]
                 return NotImplemented
         if _is_composite(func):
             return self.composite(func, args, kwargs)
-        name = _base_name(func)
+        name = base_name(func)
         if not name:
             return func(*args, **kwargs)
-        bound = _bind(func, args, kwargs)
-        if _draws_nothing(bound) or not self.wants(_device_of(bound)):
+        bound = bind_call(func, args, kwargs)
+        if draws_nothing(bound) or not self.wants(device_of(bound)):
             return func(*args, **kwargs)
-        if bound.get("generator") is not None:
+        if parts_are_seen():
+            return func(*args, **kwargs)  # a block of `local_parts` around this one draws by the active sampler
+        if bound.get("generator") is not None and not is_default(bound["generator"]):
             self.explicit_generator(name)
             return func(*args, **kwargs)
+        refuse_layouts(name, bound)
         handler = self.handler(name)
         if handler is not None and func._overloadname in handler[0]:
             return handler[1](bound)
         raise UnsupportedRandomOperatorError(
             f"aten::{name} (overload {func._overloadname!r}) draws random numbers, but {type(self.sampler).__name__} "
-            "does not know how; nothing was drawn. Call it outside of the block, or use rand or randint instead"
+            f"does not know how; nothing was drawn. {self.way_out}"
         )
 
     def handler(self, name: str) -> tuple[frozenset[str], Callable[[dict[str, Any]], Any]] | None:
@@ -297,6 +305,18 @@ class InterceptRandom(_Mode):  # type: ignore[misc]
         return _apply_mask(x, mask, p), mask.to(torch.bool)
 
 
+def refuse_layouts(name: str, bound: dict[str, Any]) -> None:
+    """Refuse tensors without strides: there is no order of their elements to draw in."""
+    for argument, value in bound.items():
+        if isinstance(value, Tensor) and (value.is_nested or value.layout is not torch.strided):
+            kind = "nested tensor" if value.is_nested else f"tensor of layout {value.layout}"
+            raise UnsupportedRandomOperatorError(
+                f"aten::{name}: {argument} is a {kind} and has no strides, so the order of its elements in a draw is "
+                "not known; nothing was drawn. Draw on its values (for nested tensors: layout=torch.jagged does), or "
+                "outside of the block"
+            )
+
+
 def _into(out: Tensor | None, result: Tensor) -> Tensor:
     """Copy a result to where it was asked for: torch runs these operators as new tensors first."""
     return result if out is None else out.resize_(result.shape).copy_(result)
@@ -315,7 +335,7 @@ def _check_chances(p: Tensor) -> None:
         raise RuntimeError("Expected p_in >= 0 && p_in <= 1 to be true, but got false.")
 
 
-def _device_of(bound: dict[str, Any]) -> torch.device:
+def device_of(bound: dict[str, Any]) -> torch.device:
     """Where the result of a call lies."""
     if bound.get("device") is not None:
         return torch.device(bound["device"])

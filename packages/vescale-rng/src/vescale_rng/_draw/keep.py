@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from .fill import default_generator
 from .mode import active_sampler
+from .who import default_generator, who_draws
 
 __all__ = ["keep"]
 
@@ -20,13 +20,17 @@ def keep(device: torch.device, given: Any = None) -> Callable[[], None]:
         device: whose default generator is meant.
         given: a `torch.Generator` or a sampler of the caller, or None.
 
+    Raises:
+        TypeError: if `given` is none of them.
+
     >>> go_back = keep(torch.device("cpu"))
     >>> first = torch.rand(3)
     >>> go_back()
     >>> torch.equal(torch.rand(3), first)
     True
     """
-    used = [default_generator(device), active_sampler(), given]
+    who_draws(given)  # refuses what is no generator
+    used = [None if device.type == "meta" else default_generator(device), active_sampler(), given]
     kept: list[tuple[Any, Any]] = [
         (one, one.get_state() if isinstance(one, torch.Generator) else one.save()) for one in used if one is not None
     ]

@@ -19,10 +19,12 @@ from .cpu_sources import Blocks, Even
 from .fill import fill
 from .forms import resolve
 from .mode import active_sampler
+from .unseen import unseen
 from .walk import program_of
 
 __all__ = ["Prepared", "fill_again"]
 
+_transform = torch._C._functorch.peek_interpreter_stack
 _KEPT = 64
 """Parameters whose programs are kept; those of a schedule never come back."""
 
@@ -60,7 +62,7 @@ class Prepared:
             quick = (
                 quick and len(kwargs) == 1 and isinstance(generator, torch.Generator) and generator.device.type == "cpu"
             )
-        if not quick or local.requires_grad:
+        if not quick or local.requires_grad or local.is_neg() or _transform() is not None:
             fill(self.op, local, self.part, args, kwargs)
             return
         try:
@@ -101,6 +103,7 @@ class Prepared:
             advance_words(generator, rest)
 
 
+@unseen
 def fill_again(op: str, local: Tensor, part: Part, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """`fill` for callers that come back with the same operator and layout; the arguments are those of `fill`."""
     if type(local) is not Tensor or local.shape != part.local_shape:

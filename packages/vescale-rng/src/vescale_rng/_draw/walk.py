@@ -119,7 +119,8 @@ def plan_of(part: Part, seek_cost: float, skip_cost: float, grain: int) -> Plan:
     Raises:
         LayoutError: if elements of the whole tensor share their place in memory.
     """
-    if any(step == 0 and size > 1 for step, size in zip(part.global_stride, part.global_shape, strict=True)):
+    shared = any(step == 0 and size > 1 for step, size in zip(part.global_stride, part.global_shape, strict=True))
+    if shared and part.numel:
         raise LayoutError(
             f"global_stride: {part.global_stride} puts several elements of shape {part.global_shape} in one place, and "
             "torch fills no such tensor; give the strides of `whole.contiguous()` if that is what one device fills"

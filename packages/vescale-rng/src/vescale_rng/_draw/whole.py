@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedRandomOperatorError
-from .mode import active_sampler
+from .unseen import unseen
+from .who import who_draws
 
 __all__ = ["WHOLE", "run_whole"]
 
@@ -29,7 +30,7 @@ def _rrelu(
     )
 
 
-def _randperm(n: int, generator: Any = None, dtype: torch.dtype = torch.int64, device: Any = "cpu") -> Tensor:
+def _randperm(n: int, generator: Any = None, dtype: torch.dtype = torch.int64, device: Any = None) -> Tensor:
     return torch.randperm(n, generator=generator, dtype=dtype, device=device)
 
 
@@ -44,6 +45,7 @@ WHOLE: dict[str, Callable[..., Tensor]] = {
 }
 
 
+@unseen
 def run_whole(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Tensor:
     """Run an operator on whole tensors, with the numbers that one device would draw.
 
@@ -54,11 +56,11 @@ def run_whole(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None =
 
     Raises:
         UnsupportedRandomOperatorError: if the sampler of `portable` or `emulate_cuda` has no such operator.
+        TypeError: if the generator is none.
     """
     named = dict(kwargs or {})
-    generator = named.get("generator")
-    sampler = active_sampler() if generator is None else None if isinstance(generator, torch.Generator) else generator
-    if sampler is None:
+    sampler = who_draws(named.get("generator"))
+    if sampler is None or isinstance(sampler, torch.Generator):
         return WHOLE[op](*args, **named)
     draw_whole = getattr(sampler, "whole", None)
     if draw_whole is None:

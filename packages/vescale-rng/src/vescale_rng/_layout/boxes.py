@@ -84,6 +84,11 @@ def _box(box: Box | tuple[Sequence[int], Sequence[int]]) -> Box:
 
 
 def _intervals(dim: int, size: int, chosen: slice | Sequence[slice]) -> Intervals:
+    if isinstance(chosen, range):
+        raise LayoutError(
+            f"slices[{dim}]: expected a slice of step 1, but got {chosen!r}; write slice({chosen.start}, "
+            f"{chosen.stop}). A range alone, in place of all slices, counts over the flattened tensor."
+        )
     found: list[tuple[int, int]] = []
     for one in chosen if isinstance(chosen, Sequence) else [chosen]:
         if not isinstance(one, slice) or one.step not in (None, 1):

@@ -20,6 +20,7 @@ from ..errors import LayoutError
 if TYPE_CHECKING:
     from torch import Tensor
 
+_LARGEST = 2**63 - 1
 Window = tuple[tuple[int, int], ...]
 """Per local dim (start, stop)."""
 
@@ -32,6 +33,9 @@ class Box:
         offset: global coordinates of the first element.
         shape: number of elements per dim; 0 in some dim for an empty box.
 
+    Raises:
+        LayoutError: if one is not a tuple of integers that are not negative.
+
     Example:
         >>> Box((0, 4), (2, 3)).numel
         6
@@ -39,6 +43,10 @@ class Box:
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        check_numbers("offset", self.offset)
+        check_numbers("shape", self.shape)
 
     @property
     def numel(self) -> int:
@@ -97,13 +105,15 @@ class Part:
             stride: its strides in elements; contiguous if None.
 
         Raises:
-            LayoutError: for negative or non-integer numbers, or a stride of another length than the shape.
+            LayoutError: for negative or non-integer numbers, sizes beyond those of torch, or a stride of another length
+                than the shape.
 
         Example:
             >>> Part.whole((2, 3)).boxes
             (Box(offset=(0, 0), shape=(2, 3)),)
         """
         sizes = integers("shape", shape)
+        check_size("shape", sizes)
         return whole(sizes, contiguous_stride(sizes) if stride is None else integers("stride", stride))
 
     @property
@@ -209,6 +219,17 @@ def integers(what: str, numbers: Any) -> tuple[int, ...]:
     return plain
 
 
+def check_size(what: str, shape: tuple[int, ...]) -> None:
+    """Check that torch can number the elements of a tensor of this shape.
+
+    Raises:
+        LayoutError: naming `what` and the shape.
+    """
+    # Also of a tensor without elements: its strides are counted as if no size were 0.
+    if max(math.prod(max(size, 1) for size in shape[1:]), *shape, math.prod(shape), 0) > _LARGEST:
+        raise LayoutError(f"{what}: {shape} is larger than any tensor of torch, whose elements are counted in 63 bits.")
+
+
 def check_inside(box: Box, shape: tuple[int, ...]) -> None:
     """Check that `box` has a number per dim of `shape` and lies inside of it.
 
@@ -231,8 +252,6 @@ def _check(part: Part) -> None:
             f"{len(part.global_stride)} numbers. Give one stride per dim."
         )
     for box in part.boxes:
-        check_numbers("boxes: offset", box.offset)
-        check_numbers("boxes: shape", box.shape)
         check_inside(box, part.global_shape)
         total += box.numel
     _check_disjoint("boxes", [tuple((o, o + s) for o, s in zip(b.offset, b.shape, strict=True)) for b in part.boxes])

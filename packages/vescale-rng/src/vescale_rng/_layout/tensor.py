@@ -36,8 +36,8 @@ def part_of_tensor(tensor: torch.Tensor) -> tuple[Part, torch.Tensor]:
         The part, and the local tensor: it shares memory with `tensor`.
 
     Raises:
-        LayoutError: for a partial tensor, a rank outside of the mesh, a local tensor that does not fit the placements,
-            or a class that nobody here knows.
+        LayoutError: for a sparse or a partial tensor, a rank outside of the mesh, a local tensor that does not fit the
+            placements, or a class that nobody here knows.
 
     Example:
         >>> part, local = part_of_tensor(torch.empty(2, 3))
@@ -46,6 +46,7 @@ def part_of_tensor(tensor: torch.Tensor) -> tuple[Part, torch.Tensor]:
     """
     kind = type(tensor)
     if kind in _PLAIN:
+        _check_dense(tensor)
         return whole(tuple(tensor.shape), tensor.stride()), tensor
     dtensor = _torch_dtensor()
     if dtensor is None or not isinstance(tensor, dtensor):
@@ -73,6 +74,14 @@ def part_of_tensor(tensor: torch.Tensor) -> tuple[Part, torch.Tensor]:
             f"DTensor.from_local, pass `shape` and `stride` of the whole, and local tensors cut as torch.chunk does."
         )
     return part, local
+
+
+def _check_dense(tensor: torch.Tensor) -> None:
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        raise LayoutError(
+            f"tensor: expected a dense tensor, but got {'a nested one' if tensor.is_nested else tensor.layout}, whose "
+            "elements lie in no order of strides."
+        )
 
 
 def _torch_dtensor() -> type | None:
@@ -133,6 +142,7 @@ def _part_of_other(tensor: torch.Tensor) -> tuple[Part, torch.Tensor]:
                 f"each rank holds the whole of it, give its plain tensor; else a plugin must implement the hook "
                 f"`vescale_layout` (see vescale_rng.hookspecs)."
             )
+        _check_dense(tensor)
         return whole(tuple(tensor.shape), tensor.stride()), tensor
     if layout.partial:
         raise LayoutError(

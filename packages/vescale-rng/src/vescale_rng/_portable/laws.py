@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from .._streams.modes import plain_torch
 from ..errors import RandomError, UnsupportedRandomOperatorError
 from .elementary import exp_, minus_log_, sincos_, sqrt_
 from .integers import random_range, scale_to_range
@@ -399,7 +400,8 @@ def _make_law(op: str, dtype: torch.dtype, args: tuple[Any, ...]) -> Law:
         raise UnsupportedRandomOperatorError(
             f"{op} has no portable form; portable operators: {', '.join(sorted(_LAWS))}, multinomial, randperm"
         )
-    return law(dtype, args)
+    with plain_torch():
+        return law(dtype, args)
 
 
 _cached_law = functools.lru_cache(maxsize=256)(_make_law)

@@ -9,19 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._draw.borrowed import block
 from .._draw.interception import InterceptRandom
 from .._draw.mode import use_sampler
 from .generator import PortableGenerator
 
 __all__ = ["portable"]
 
-_generators: list[PortableGenerator] = []
-
 
 class _InterceptPortable(InterceptRandom):
     """Plain tensors' operators, in the portable forms."""
 
     sampler: PortableGenerator
+    way_out = "Call it outside of the block or, if it takes one, with a torch.Generator of its own"
 
     def draw(
         self,
@@ -81,20 +81,29 @@ def portable(seed: int | PortableGenerator, *, counter: int = 0) -> Iterator[Por
     `PortableGenerator`. The numbers are not those of `torch.manual_seed(seed)` on any device. The block keeps the
     stream's state in torch's default CPU generator, so `torch.get_rng_state`, `fork_rng` and activation checkpointing
     mean what they always do, and `torch.manual_seed(s)` starts the stream of seed s. At the end that generator goes
-    back to where it was before the block. A call with a `torch.Generator` of its own draws from that, as ever.
+    back to where it was before the block. A call with a `torch.Generator` of its own draws from that, as ever; to give
+    the default one is to give none.
 
-    Operators without a portable form (poisson, binomial, ...) raise an error that names them. Blocks may be nested;
-    the innermost draws. A block holds on the thread that entered it and on those of autograd; numbers that another
-    thread drew meanwhile are reported by a warning.
+    Keep a checkpointed forward and its backward in one block: the backward draws again, and outside of the block torch
+    would draw. `checkpoint(use_reentrant=False)` then raises a `CheckpointError` about the tensors that were saved;
+    with `use_reentrant=True`, or where a state from within the block is loaded by hand, nothing can tell, and the masks
+    are wrong. States of torch's own that are loaded within the block are errors.
+
+    Operators without a portable form (poisson, binomial, ...) and nested or sparse tensors raise an error that names
+    them. Blocks of one thread may be nested, also in those of `emulate_cuda`; the innermost draws. A block holds on the
+    thread that entered it and on those of autograd; numbers that another thread drew meanwhile are reported by a
+    warning, and no other thread can enter a block until it ends.
 
     Args:
-        seed: 64 bits; or a generator, to go on with its stream.
+        seed: an integer of 64 bits; or a generator, to go on with its stream.
         counter: number of the first operator call; only with an integer seed.
 
     Yields:
         The generator; it keeps its last state after the block.
 
     Raises:
+        RandomError: if `seed` or `counter` is out of range, or another thread is within a block.
+        TypeError: if one of them is no integer.
         UnsupportedRandomOperatorError: within the block, from an operator without a portable form.
 
     >>> with portable(0) as generator:
@@ -107,18 +116,5 @@ def portable(seed: int | PortableGenerator, *, counter: int = 0) -> Iterator[Por
         generator = seed
     else:
         generator = PortableGenerator(seed, counter=counter)
-    before = torch.default_generator.get_state()
-    outer = _generators[-1] if _generators else None
-    if outer is not None:
-        outer._unbind()
-    _generators.append(generator)
-    generator._bind()
-    try:
-        with use_sampler(generator), _InterceptPortable(generator):
-            yield generator
-    finally:
-        _generators.pop()
-        generator._unbind()
-        torch.default_generator.set_state(before)
-        if outer is not None:
-            outer._bind()
+    with block(generator._state), use_sampler(generator), _InterceptPortable(generator):
+        yield generator

@@ -41,7 +41,10 @@ def portable_whole(op: str, bits: Bits, args: tuple[Any, ...], kwargs: Mapping[s
         return _randperm(bits, *args, **kwargs)
     if op == "multinomial":
         return _multinomial(bits, *args, **kwargs)
-    raise UnsupportedRandomOperatorError(f"{op} has no portable form; of the whole-tensor ones: multinomial, randperm")
+    raise UnsupportedRandomOperatorError(
+        f"{op} has no portable form (of the operators made as a whole, multinomial and randperm have one); draw it "
+        "outside of the block, or with a torch.Generator of its own"
+    )
 
 
 def _randperm(bits: Bits, n: int, *, dtype: torch.dtype = torch.int64, device: Any = None, **_: Any) -> Tensor:

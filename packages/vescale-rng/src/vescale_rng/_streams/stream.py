@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..errors import RandomError
 from .advance import advance_words
 from .locate import words_since_seed
 from .modes import plain_torch
+from .mt19937 import cached_normal
 
 __all__ = ["Stream"]
 
@@ -27,11 +30,13 @@ class Stream:
 
     Args:
         generator: a CPU generator, or one with ``initial_seed``, ``get_offset`` and ``set_offset`` (CUDA and other
-            accelerators); None: torch's default CPU generator.
+            accelerators, also the emulated one); None: torch's default CPU generator. Within `portable` and
+            `emulate_cuda` that one holds the block's state, and is no stream of words.
         search_limit: on the CPU, how many words after the seed `position` looks for the state.
 
     Raises:
-        TypeError: `generator` has no offset and is not of the CPU.
+        TypeError: `generator` is neither; that of `portable` counts calls, not words.
+        RandomError: from the properties and methods, if they are asked for the default generator within a block.
 
     >>> generator = torch.Generator().manual_seed(1)
     >>> stream = Stream(generator)
@@ -46,12 +51,16 @@ class Stream:
     def __init__(self, generator: torch.Generator | Any = None, *, search_limit: int = 10**11) -> None:
         self.generator = torch.default_generator if generator is None else generator
         self.search_limit = search_limit
-        self._counted = torch.device(self.generator.device).type != "cpu"
-        if self._counted and not (hasattr(self.generator, "get_offset") and hasattr(self.generator, "set_offset")):
-            raise TypeError(
-                "generator: expected a CPU generator or one with get_offset and set_offset, got "
-                f"{type(self.generator)} on {self.generator.device}"
-            )
+        if isinstance(self.generator, torch.Generator):
+            self._counted = self.generator.device.type != "cpu"
+        else:
+            self._counted = True
+            needed = ("initial_seed", "get_offset", "set_offset")
+            if isinstance(generator, type) or not all(hasattr(generator, name) for name in needed):
+                hint = "; it counts calls: see its counter" if hasattr(generator, "counter") else ""
+                raise TypeError(
+                    f"generator: expected a torch.Generator, or one with {', '.join(needed)}, got {generator!r}{hint}"
+                )
 
     @property
     def seed(self) -> int:
@@ -69,7 +78,19 @@ class Stream:
         """
         if self._counted:
             return int(self.generator.get_offset())
+        self._refuse_borrowed()
         return words_since_seed(self.generator, self.search_limit)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a CPU generator holds the second normal number of a pair, which the next odd draw takes.
+
+        Never on accelerators.
+        """
+        if self._counted:
+            return False
+        self._refuse_borrowed()
+        return cached_normal(self.generator)
 
     def jump(self, words: int) -> None:
         """Move on by `words` words without drawing them; a normal number that waits in a CPU generator stays.
@@ -79,8 +100,11 @@ class Stream:
 
         Raises:
             ValueError: `words` is none of these, or leads before the beginning of the stream.
+            TypeError: `words` is no integer.
         """
+        words = _integer("words", words)
         if not self._counted:
+            self._refuse_borrowed()
             advance_words(self.generator, words)
             return
         offset = int(self.generator.get_offset()) + words
@@ -103,7 +127,9 @@ class Stream:
 
         Raises:
             ValueError: `words` is negative, or `subsequence` is not 0 on the CPU.
+            TypeError: one of them is no integer.
         """
+        words, subsequence = _integer("words", words), _integer("subsequence", subsequence)
         if words < 0:
             raise ValueError(f"words: expected at least 0, got {words}")
         if self._counted:
@@ -117,6 +143,7 @@ class Stream:
                 return drawn.flatten()[skipped : skipped + words].clone()
         if subsequence:
             raise ValueError(f"subsequence: a CPU generator has one sequence, 0; got {subsequence}")
+        self._refuse_borrowed()
         copy = torch.Generator()
         copy.set_state(self.generator.get_state())
         with plain_torch():
@@ -126,4 +153,24 @@ class Stream:
 
     def __repr__(self) -> str:
         where = f", offset={self.generator.get_offset()}" if self._counted else ""
-        return f"Stream(device={str(self.generator.device)!r}, seed={self.seed}{where})"
+        device = getattr(self.generator, "device", None)
+        kind = f"device={str(device)!r}" if device is not None else type(self.generator).__name__
+        return f"Stream({kind}, seed={self.seed}{where})"
+
+    def _refuse_borrowed(self) -> None:
+        from .._draw.borrowed import block_name  # it finds states by this package
+        from .._draw.mode import is_default
+
+        name = block_name()
+        if name is not None and is_default(self.generator):
+            raise RandomError(
+                f"Stream: within {name}() torch's default generator holds the state of the block, which is no sequence "
+                f"of words; ask what {name}() gave (its counter or offset), or leave the block"
+            )
+
+
+def _integer(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: expected an integer, got {value!r} ({type(value).__name__})") from None

@@ -205,7 +205,7 @@ def resize_to_itself(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def native_dropout(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Dropout with its mask: the output is `x * mask * (1 / (1 - p))`, as torch's kernels compute it."""
+    """Dropout with its mask: the output is `x * mask / (1 - p)`, in the order in which torch's kernels round."""
     tensor, p, train = args
     if not isinstance(tensor, DTensor):
         raise mixed(str(op))
@@ -226,6 +226,8 @@ def native_dropout(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     # The mask is drawn in the dtype of the input: on a GPU that decides how elements are dealt to threads.
     draw("dropout", out, (p,), kwargs)
     mask._local_tensor.copy_(out._local_tensor)
-    scale = (0.0 if p == 1 else 1 / (1 - p)) if on_cpu else dropout_scale(p, tensor.dtype)
-    out._local_tensor.mul_(tensor._local_tensor).mul_(scale)
+    if on_cpu:  # rounds the scaled mask to the dtype first
+        out._local_tensor.mul_(0.0 if p == 1 else 1 / (1 - p)).mul_(tensor._local_tensor)
+    else:
+        out._local_tensor.mul_(tensor._local_tensor).mul_(dropout_scale(p, tensor.dtype))
     return out, mask

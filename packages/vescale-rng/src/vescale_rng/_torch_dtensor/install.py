@@ -7,20 +7,33 @@ functions of `torch.distributed.tensor` and `torch.nn.init`. All of it is taken 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 
+from .._blocks import Block
 from ..errors import RandomError
 
 __all__ = ["install", "installed", "single_device", "uninstall"]
 
 _lock = threading.RLock()
-_levels: list[bool] = []
-"""One entry per `install` that is in force: whether it checks agreement."""
+_Params = ParamSpec("_Params")
+_Result = TypeVar("_Result")
+
+
+@dataclass(eq=False, frozen=True)
+class _Level:
+    """One `install`, or one block, that is in force."""
+
+    check: bool
+    of_block: bool = False
+
+
+_levels: list[_Level] = []
 
 
 @dataclass
@@ -50,6 +63,8 @@ class _Change:
 
 
 _change: _Change | None = None
+_EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+_PADDING = "_fill_padding_idx_with_zero"
 
 
 def install(*, check: bool = True) -> None:
@@ -58,6 +73,9 @@ def install(*, check: bool = True) -> None:
     From here on every random operator on a `torch.distributed.tensor.DTensor`, in this process, on CPU and CUDA meshes:
     dropout, `nn.init`, in-place ones, `torch.rand_like` and its kin, `torch.distributed.tensor.rand`. Seed all ranks
     alike with `torch.manual_seed`. Graphs that `torch.compile` made before keep torch's own numbers.
+
+    An error in the numbers of one rank alone (a chance above 1, a negative deviation in its part of a tensor) is raised
+    on that rank alone: to tell the others would take communication at each call.
 
     Calls are counted: as many `uninstall` take it out again.
 
@@ -73,30 +91,42 @@ def install(*, check: bool = True) -> None:
         True
         >>> uninstall()
     """
-    global _change
-    with _lock:
-        if not _levels:
-            _change = _put_in()
-        _levels.append(check)
-        _set_check()
+    _enter(_Level(check))
 
 
 def uninstall() -> None:
-    """Take back one `install`; with the last one torch's DTensor draws as before.
+    """Take back one `install`, or a `single_device` block if there is no other; then torch's DTensor draws as before.
 
     Raises:
         RandomError: if it is not installed.
     """
+    with _lock:
+        if not _levels:
+            raise RandomError("vescale_rng is not installed: each uninstall() takes back one install()")
+        _leave(next((level for level in reversed(_levels) if not level.of_block), _levels[-1]))
+
+
+def _enter(level: _Level) -> None:
     global _change
     with _lock:
-        if not _levels or _change is None:
-            raise RandomError("vescale_rng is not installed: each uninstall() takes back one install()")
-        _levels.pop()
+        if not _levels:
+            _change = _put_in()
+        _levels.append(level)
+        _set_check()
+
+
+def _leave(level: _Level) -> None:
+    """Take a level out; nothing happens if it is not there any more."""
+    global _change
+    with _lock:
+        if level not in _levels:
+            return
+        _levels.remove(level)
         if _levels:
             _set_check()
-        else:
-            _take_out(_change)
-            _change = None
+        elif _change is not None:
+            change, _change = _change, None
+            _take_out(change)
 
 
 def installed() -> bool:
@@ -104,12 +134,19 @@ def installed() -> bool:
     return bool(_levels)
 
 
-@contextlib.contextmanager
-def single_device(*, check: bool = True) -> Iterator[None]:
+@overload
+def single_device(*, check: bool = True) -> Block: ...
+@overload
+def single_device(function: Callable[_Params, _Result], /) -> Callable[_Params, _Result]: ...
+def single_device(function: Callable[..., Any] | None = None, /, *, check: bool = True) -> Any:
     """`install` for a ``with`` block, or as a decorator for the calls of a function.
 
     Args:
+        function: what `@single_device` decorates; `@single_device()` is the same.
         check: as for `install`.
+
+    Raises:
+        TypeError: if it decorates a generator or an async function, whose body runs after the call has returned.
 
     Example:
         >>> with single_device():
@@ -121,11 +158,18 @@ def single_device(*, check: bool = True) -> Iterator[None]:
         >>> step(), installed()
         (True, False)
     """
-    install(check=check)
+    block = Block("single_device", functools.partial(_in_force, check))
+    return block if function is None else block(function)
+
+
+@contextlib.contextmanager
+def _in_force(check: bool) -> Iterator[None]:
+    level = _Level(check, of_block=True)
+    _enter(level)
     try:
         yield
     finally:
-        uninstall()
+        _leave(level)  # unless an `uninstall` within the block did: that must not hide an error of the body
 
 
 def _put_in() -> _Change:
@@ -147,13 +191,15 @@ def _put_in() -> _Change:
     # These modules use more of torch than can be listed; what is missing shows when they are imported.
     try:
         from . import factories, pass_on, table
-        from .init import WRAPPERS
+        from .init import WRAPPERS, with_padding_row
     except (ImportError, AttributeError) as missing:
         raise RandomError(f"{_torch()} lacks what vescale_rng needs to install: {missing}") from missing
     for name in pass_on.DISPATCHER_PARTS:
         _need(dispatcher, name, "DTensor._op_dispatcher")
     for name in WRAPPERS:
         _need(init, name, "torch.nn.init")
+    for kind in _EMBEDDINGS:
+        _need(kind, _PADDING, kind.__name__)
 
     change = _Change(dispatcher._custom_op_handlers)
     change.ours = table.handlers()
@@ -165,6 +211,8 @@ def _put_in() -> _Change:
     change.put(api, "_dtensor_init_helper", factories.wrap_helper(api._dtensor_init_helper))
     for name, wrapper in WRAPPERS.items():
         change.put(init, name, wrapper(getattr(init, name)))
+    for kind in _EMBEDDINGS:
+        change.put(kind, _PADDING, with_padding_row(getattr(kind, _PADDING)))
     return change
 
 
@@ -180,7 +228,7 @@ def _set_check() -> None:
     from .places import forget_places
     from .ready import set_check
 
-    set_check(_levels[-1])
+    set_check(_levels[-1].check)
     forget_places()
 
 

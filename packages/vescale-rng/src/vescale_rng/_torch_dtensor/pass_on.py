@@ -10,6 +10,7 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
+from .._draw.composite import is_composite, run_composite
 from ..errors import UnsupportedRandomOperatorError
 
 __all__ = ["DISPATCHER_PARTS", "decompose", "pass_on", "previous", "refuse", "unless_it_draws"]
@@ -38,7 +39,7 @@ def refuse(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def decompose(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the operators that an operator is made of: in inference mode torch dispatches the composite itself."""
-    return op.decompose(*args, **kwargs)
+    return run_composite(op, args, kwargs)
 
 
 def unless_it_draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -63,10 +64,9 @@ def pass_on(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         dispatcher.sharding_propagator.propagate(info)
     except NotImplementedError:
-        composite = op.decompose(*args, **kwargs)
-        if composite is NotImplemented:
+        if not is_composite(op):
             raise
-        return composite
+        return run_composite(op, args, kwargs)
     results = dispatcher._dispatch_get_local_results_slow_path(op, args, info)
     sharding: Any = info.output_sharding
     return dispatcher.wrap(results, sharding.output_spec)

@@ -43,12 +43,15 @@ class Like:
 class Place:
     """Where the local part of a DTensor stands in the whole; everything is as of the spec when it was seen."""
 
-    __slots__ = ("__weakref__", "agreed", "inside", "likes", "mesh", "meta", "part", "placements", "spec")
+    __slots__ = ("__weakref__", "agreed", "inside", "likes", "mesh", "meta", "overlaps", "part", "placements", "spec")
 
     def __init__(self, spec: weakref.ref[DTensorSpec], tensor: DTensor) -> None:
         seen = tensor._spec
         self.spec, self.placements, self.mesh = spec, seen.placements, seen.mesh
-        self.meta: Any = seen.tensor_meta  # of a tensor it is never None
+        meta: Any = seen.tensor_meta  # of a tensor it is never None
+        self.meta = meta
+        self.overlaps = _overlaps(tuple(meta.shape), tuple(meta.stride))
+        """Whether elements of the whole share a place in memory, as after `expand`."""
         self.inside = seen.mesh.get_coordinate() is not None
         """Whether this rank is in the mesh; others hold nothing and draw nothing."""
         self.part: Part = part_of_tensor(tensor)[0] if self.inside else _NOTHING
@@ -130,6 +133,10 @@ def wrap(local: Tensor, spec: DTensorSpec) -> DTensor:
     """Return a DTensor around a local tensor."""
     made: DTensor = DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
     return made
+
+
+def _overlaps(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    return 0 not in shape and any(n > 1 and not step for n, step in zip(shape, stride, strict=True))
 
 
 def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:

@@ -21,7 +21,7 @@ from .._draw.prepared import fill_again
 from ..errors import UnsupportedRandomOperatorError
 from .places import Place, place_of
 
-__all__ = ["draw", "forget_agreements", "local_of", "ready", "set_check"]
+__all__ = ["draw", "forget_agreements", "local_of", "ready", "refuse_overlap", "set_check"]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _agreed: weakref.WeakKeyDictionary[DeviceMesh, set[bool]] = weakref.WeakKeyDictionary()
@@ -40,6 +40,8 @@ def draw(kernel: str, tensor: DTensor, args: tuple[Any, ...], kwargs: dict[str, 
     """
     place = place_of(tensor)
     local = tensor._local_tensor
+    if place.overlaps:
+        refuse_overlap(local)
     if type(local) is not Tensor or not place.agreed or kwargs:
         found = ready(kernel, place, local, kwargs.get("generator"))
         if found is None:
@@ -63,6 +65,19 @@ def ready(op: str, place: Place, local: Tensor, generator: torch.Generator | Non
     if generator is not None or not place.agreed:
         _agree(place, plain.device, generator)
     return plain
+
+
+def refuse_overlap(local: Tensor) -> None:
+    """Raise what torch raises for an expanded tensor; on all ranks, though local parts may be of one element.
+
+    Args:
+        local: local part of a tensor that overlaps itself.
+    """
+    if not (local.is_meta or isinstance(local, FakeTensor)):  # torch writes nothing there either, and does not look
+        raise RuntimeError(
+            "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
+            "Please clone() the tensor before performing the operation."
+        )
 
 
 def local_of(op: str, local: Tensor) -> Tensor | None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .._draw.composite import is_composite
 from .closed import (
     Handler,
     chances,
@@ -115,7 +116,7 @@ def random_operators() -> dict[str, Any]:
 
 def how(name: str, op: Any) -> Handler:
     """Return the handler of a random operator."""
-    return _entries().get(name) or (decompose if _is_composite(op) else refuse)
+    return _entries().get(name) or (decompose if is_composite(op) else refuse)
 
 
 @functools.cache
@@ -136,8 +137,3 @@ def _entries() -> dict[str, Handler]:
     entries |= dict.fromkeys(_UNLESS_IT_DRAWS, unless_it_draws)
     entries |= dict.fromkeys(("rrelu_with_noise", "rrelu_with_noise_functional"), _rrelu)
     return entries
-
-
-def _is_composite(op: Any) -> bool:
-    key = torch._C.DispatchKey.CompositeImplicitAutograd
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key))

@@ -22,7 +22,7 @@ from .._layout import Part, part_of_mesh
 from ..errors import UnsupportedRandomOperatorError
 from .operands import put, refuse_plain, take, whole_of
 from .places import dense_stride, place_of, wrap
-from .ready import ready
+from .ready import ready, refuse_overlap
 
 __all__ = ["draw_whole", "restored_if_it_fails"]
 
@@ -34,6 +34,9 @@ def draw_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     generator = given.get("generator")
     _refuse_what_cannot_be(op, given, generator)
     first = next(iter(sharded.values()))
+    for name in _written(op):
+        if name in sharded and place_of(sharded[name]).overlaps:
+            refuse_overlap(sharded[name]._local_tensor)
     if _nothing_to_draw(op, sharded.values(), generator):
         return _without_drawing(op, given, sharded)
     wholes = {name: whole_of(value) for name, value in sharded.items()}
