@@ -18,8 +18,8 @@ from .._streams.mt19937 import cached_normal, clear_cached_normal
 
 __all__ = ["Blocks", "Even", "Pairs", "run_kernel", "words_taken"]
 
-SEEK = 10_000.0
-"""A range of its own costs about 20 us, with all that goes on around it: as much as producing so many elements."""
+SEEK = 2000.0
+"""A range of its own costs about 5 us, with all that goes on around it: as much as producing so many elements."""
 SKIP = 0.6
 """Passing over a word costs 1.3 ns, producing an element about 2 ns."""
 BLOCK = 16
@@ -92,6 +92,7 @@ class Blocks(_OnGenerator):
     __slots__ = ("full", "ragged", "tail", "tail_word", "words")
 
     grain = BLOCK
+    seek_cost = 5 * SEEK  # runs that do not begin at a block go through a buffer
 
     def __init__(self, numel: int, args: tuple[Any, ...], generator: torch.Generator, words: int, half: bool) -> None:
         super().__init__("normal_", numel, args, generator)

@@ -354,21 +354,68 @@ def _walk_by_steps(
     """Run a plan step by step: one of many steps, or one whose parameters are tensors."""
     views = _ordered_views(part, plan.order, local)
     param_views = [_ordered_views(part, plan.order, p) if isinstance(p, Tensor) else None for p in params]
+    has_tensors = any(views is not None for views in param_views)
     scratch: Tensor | None = None  # one for all steps: fresh memory costs more than the numbers in it
-    for step in plan.steps():
-        given = _step_params(step, params, param_views)
-        if step.direct:
-            target = views[step.copies[0].view][step.copies[0].target]
-            if target.is_contiguous():
-                emit(target.view(-1), step.start, given)
-                continue
-        if scratch is None or scratch.numel() < step.numel:
-            scratch = torch.empty(step.numel, dtype=local.dtype, device=local.device)
-        block = scratch[: step.numel]
-        emit(block[step.low : step.high], step.start + step.low, given)
-        shaped = block.view(step.shape)
-        for copy in step.copies:
-            views[copy.view][copy.target].copy_(shaped[copy.source])
+    for blocks, level in plan.groups:
+        rows = None if has_tensors else _rows(blocks, level, plan.shape, views)
+        if rows is not None:
+            for start, row in rows:
+                emit(row, start, params)
+            continue
+        for step in _group_steps(blocks, level, plan.shape):
+            given = _step_params(step, params, param_views) if has_tensors else params
+            if step.direct:
+                target = views[step.copies[0].view][step.copies[0].target]
+                if target.is_contiguous():
+                    emit(target.view(-1), step.start, given)
+                    continue
+            if scratch is None or scratch.numel() < step.numel:
+                scratch = torch.empty(step.numel, dtype=local.dtype, device=local.device)
+            block = scratch[: step.numel]
+            emit(block[step.low : step.high], step.start + step.low, given)
+            shaped = block.view(step.shape)
+            for copy in step.copies:
+                views[copy.view][copy.target].copy_(shaped[copy.source])
+
+
+_ROWS = 4096
+"""Views of rows that are made at once."""
+
+
+def _rows(
+    blocks: tuple[_Block, ...], level: int, shape: tuple[int, ...], views: list[Tensor]
+) -> Iterator[tuple[int, Tensor]] | None:
+    """Starts and targets of runs that are one block's, each of which goes where it belongs; None if they do not.
+
+    What steps come to for the columns of a matrix, at a fifth of their cost.
+    """
+    block = blocks[0]
+    if len(blocks) > 1 or level == 0 or block.shape[level + 1 :] != shape[level + 1 :]:
+        return None
+    runs, run = math.prod(block.shape[:level]), math.prod(block.shape[level:])
+    try:
+        targets = views[block.view].view(runs, run)
+    except RuntimeError:  # the local tensor's strides do not let runs be counted
+        return None
+    return (
+        None
+        if targets.stride(1) != 1 and run != 1
+        else zip(_starts(block, level, shape), _unbound(targets), strict=True)
+    )
+
+
+def _starts(block: _Block, level: int, shape: tuple[int, ...]) -> Iterator[int]:
+    """Where the runs of a block begin in the draw."""
+    steps = [math.prod(shape[d + 1 :]) for d in range(level + 1)]
+    first = block.offset[level] * steps[level]
+    outer = zip(block.offset[:level], block.shape[:level], steps, strict=False)
+    places = [range(o * step, (o + s) * step, step) for o, s, step in outer]
+    return (first + sum(place) for place in product(*places))
+
+
+def _unbound(rows: Tensor) -> Iterator[Tensor]:
+    for first in range(0, rows.shape[0], _ROWS):
+        yield from rows[first : first + _ROWS].unbind(0)
 
 
 def _ordered_views(part: Part, order: tuple[int, ...], local: Tensor) -> list[Tensor]:
