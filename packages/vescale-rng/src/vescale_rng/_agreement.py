@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ._draw.who import default_generator
 from .errors import AgreementError
 
-__all__ = ["Mesh", "check_agreement", "compare_rows", "default_generator", "gather_rows", "name_ranks", "state_hash"]
+__all__ = ["Mesh", "check_agreement", "compare_rows", "gather_rows", "name_ranks", "state_hash"]
 
 Mesh: TypeAlias = "DeviceMesh | dist.ProcessGroup | None"
 """Ranks that must agree: those of a mesh of any ndim, of a process group, or (None) of the world."""
@@ -116,20 +117,6 @@ def _device(device: Any) -> torch.device:
         return torch.device(device)
     except (TypeError, RuntimeError):
         raise TypeError(f"device = {device!r}: expected a device of torch, such as 'cpu' or 'cuda:1'") from None
-
-
-def default_generator(device: torch.device) -> torch.Generator:
-    """Return the generator that torch itself would use on a device."""
-    if device.type == "cpu":
-        return torch.default_generator
-    module = getattr(torch, device.type, None)
-    if module is None or not hasattr(module, "default_generators"):
-        raise ValueError(f"device = {str(device)!r} has no random generator in this torch; give the generator itself")
-    if not module.is_available():
-        raise ValueError(f"device = {str(device)!r}: this torch sees no such device")
-    module.init()
-    index = device.index if device.index is not None else module.current_device()
-    return module.default_generators[index]  # type: ignore[no-any-return]
 
 
 def state_hash(generator: HasState) -> int:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import operator
 import struct
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._draw.borrowed import Borrowed
+from .._draw.borrowed import Borrowed, BorrowedGenerator, pack_state, unpack_state
+from .._integers import MASK64, integer, seed_of
 from ..errors import RandomError
 from .laws import law_of
 from .profile import DeviceProfile
@@ -18,10 +18,9 @@ from .sources import EmulatedSource
 __all__ = ["EmulatedGenerator"]
 
 _STATE = struct.Struct("<QQ")
-_MASK64 = (1 << 64) - 1
 
 
-class EmulatedGenerator:
+class EmulatedGenerator(BorrowedGenerator):
     """Random numbers that a GPU model would draw, computed on the CPU.
 
     Within `emulate_cuda` it is what every random operator draws from. It can also be given as `generator=` to this
@@ -44,20 +43,11 @@ class EmulatedGenerator:
         if not isinstance(profile, DeviceProfile):
             raise TypeError(f"profile: expected a DeviceProfile, got {profile!r}; DeviceProfile.of finds one by name")
         self.profile = profile
-        self._state = Borrowed("emulate_cuda", _seed(seed), 0)
+        self._state = Borrowed("emulate_cuda", seed_of(seed), 0)
 
     def __repr__(self) -> str:
         seed, offset = self._state.read()
         return f"EmulatedGenerator({self.profile.name!r}, seed={seed}, offset={offset})"
-
-    def manual_seed(self, seed: int) -> EmulatedGenerator:
-        """Go to the beginning of the stream of a seed; returns the generator."""
-        self._state.write(_seed(seed), 0)
-        return self
-
-    def initial_seed(self) -> int:
-        """Return the seed, 0 <= seed < 2**64."""
-        return self._state.read()[0]
 
     def get_offset(self) -> int:
         """Return the offset: words that each thread has passed, a multiple of 4."""
@@ -70,14 +60,14 @@ class EmulatedGenerator:
             RandomError: if it is no multiple of 4, as CUDA's generators.
             TypeError: if it is no integer.
         """
-        offset = _integer("offset", offset)
-        if not 0 <= offset <= _MASK64 or offset % 4:
+        offset = integer("offset", offset)
+        if not 0 <= offset <= MASK64 or offset % 4:
             raise RandomError(f"offset has to be a multiple of 4 within 64 bits, got {offset}")
         self._state.write(self._state.read()[0], offset)
 
     def get_state(self) -> Tensor:
         """Return seed and offset as 16 bytes (uint8), the same that a CUDA generator's `get_state` returns."""
-        return torch.tensor(list(_STATE.pack(*self._state.read())), dtype=torch.uint8, device="cpu")
+        return pack_state(_STATE, *self._state.read())
 
     def set_state(self, state: Tensor) -> None:
         """Go to a state of `get_state`, of this generator or of a CUDA one.
@@ -86,11 +76,7 @@ class EmulatedGenerator:
             RandomError: for a tensor of anything but 16 bytes.
             TypeError: for anything but a tensor.
         """
-        if not isinstance(state, Tensor):
-            raise TypeError(f"state: expected the tensor that get_state returned, got {type(state).__name__}")
-        if state.dtype != torch.uint8 or tuple(state.shape) != (_STATE.size,):
-            raise RandomError(f"state has to be {_STATE.size} bytes, got {tuple(state.shape)} of {state.dtype}")
-        seed, offset = _STATE.unpack(bytes(state.tolist()))
+        seed, offset = unpack_state(_STATE, state)
         self._state.write(seed, offset)
 
     # ------------------------------------------------------------------ the sampler protocol of _draw
@@ -108,26 +94,3 @@ class EmulatedGenerator:
         law = law_of(op, dtype, shape, stride, args)
         self._state.begin_draw()
         return EmulatedSource(law, shape, stride, self.initial_seed(), self, self.profile)
-
-    def save(self) -> object:
-        """Return the state, for `restore`."""
-        return self._state.read()
-
-    def restore(self, token: object) -> None:
-        """Go back to a saved state."""
-        assert isinstance(token, tuple)
-        self._state.write(*token)
-
-
-def _seed(value: int) -> int:
-    number = _integer("seed", value)
-    if not -(1 << 63) <= number <= _MASK64:
-        raise RandomError(f"seed has to be within -2**63 and 2**64 - 1, got {value}")
-    return number & _MASK64
-
-
-def _integer(name: str, value: Any) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}: expected an integer, got {value!r} ({type(value).__name__})") from None

@@ -15,17 +15,28 @@ import struct
 import threading
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from .._integers import seed_of
 from .._streams.locate import words_since_seed
 from ..errors import RandomError
 
-__all__ = ["BLOCKS", "Borrowed", "block", "block_name", "state_bytes"]
+__all__ = [
+    "BLOCKS",
+    "Borrowed",
+    "BorrowedGenerator",
+    "block",
+    "block_name",
+    "pack_state",
+    "state_bytes",
+    "unpack_state",
+]
 
-_MASK64 = (1 << 64) - 1
+_Generator = TypeVar("_Generator", bound="BorrowedGenerator")
+
 # The state: u64 seed, i32 left, i32 seeded, u64 next, then 624 words of 32 bits in u64 each. Freshly seeded, left is 1
 # and next is 0; any draw changes that.
 _BEGINNING = struct.Struct("<QixxxxQ7Q")
@@ -127,6 +138,49 @@ class Borrowed:
             f"place in the block's stream. Load states that were saved within such a block, or call "
             "torch.manual_seed; a checkpointed forward and its backward belong into the same block"
         )
+
+
+class BorrowedGenerator:
+    """Common part of the generators of the blocks: a seed and a position, kept in `Borrowed`."""
+
+    _state: Borrowed
+
+    def manual_seed(self: _Generator, seed: int) -> _Generator:
+        """Go to the beginning of the stream of a seed; returns the generator."""
+        self._state.write(seed_of(seed), 0)
+        return self
+
+    def initial_seed(self) -> int:
+        """Return the seed, 0 <= seed < 2**64."""
+        return self._state.read()[0]
+
+    def save(self) -> object:
+        """Return the state, for `restore`."""
+        return self._state.read()
+
+    def restore(self, token: object) -> None:
+        """Go back to a saved state."""
+        assert isinstance(token, tuple)
+        self._state.write(*token)
+
+
+def pack_state(layout: struct.Struct, *fields: Any) -> Tensor:
+    """Return fields as a tensor of bytes (uint8) on the CPU."""
+    return torch.tensor(list(layout.pack(*fields)), dtype=torch.uint8, device="cpu")
+
+
+def unpack_state(layout: struct.Struct, state: Any) -> tuple[Any, ...]:
+    """Return the fields of what `pack_state` gave.
+
+    Raises:
+        RandomError: for a tensor of other bytes than `layout` has.
+        TypeError: for anything but a tensor.
+    """
+    if not isinstance(state, Tensor):
+        raise TypeError(f"state: expected the tensor that get_state returned, got {type(state).__name__}")
+    if state.dtype != torch.uint8 or tuple(state.shape) != (layout.size,):
+        raise RandomError(f"state has to be {layout.size} bytes, got {tuple(state.shape)} of {state.dtype}")
+    return layout.unpack(bytes(state.tolist()))
 
 
 _OTHERWISE = {"portable": "not portable", "emulate_cuda": "not those of the emulated GPU"}

@@ -191,12 +191,16 @@ def _fill_cpu(form: Form, local: Tensor, part: Part, generator: torch.Generator)
         source = cpu_source(form.kernel, local.dtype, part.global_shape, part.global_stride, form.args, generator)
         if source is None:
             _fill_whole(form, local, part, generator)
-            return
-        walk(source, part, local, form.args)
-        source.finish()
+        else:
+            _produce(source, part, local, form.args)
     except BaseException:
         generator.set_state(before)
         raise
+
+
+def _produce(source: Source, part: Part, local: Tensor, args: tuple[Any, ...]) -> None:
+    walk(source, part, local, args)
+    source.finish()
 
 
 def source_of(
@@ -232,8 +236,7 @@ def _fill_cuda(form: Form, local: Tensor, part: Part, generator: torch.Generator
         source: Source = cuda_source(
             kernel, local.dtype, local.device, part.global_shape, part.global_stride, args, generator
         )
-        walk(source, part, local, args)
-        source.finish()
+        _produce(source, part, local, args)
     except BaseException:
         generator.set_offset(before)
         raise
@@ -244,8 +247,7 @@ def _fill_from(sampler: Sampler, form: Form, local: Tensor, part: Part) -> None:
     try:
         kernel, args = off_cpu(form)
         source = sampler.source(kernel, local.dtype, local.device, part.global_shape, part.global_stride, args)
-        walk(source, part, local, args)
-        source.finish()
+        _produce(source, part, local, args)
     except BaseException:
         sampler.restore(before)
         raise

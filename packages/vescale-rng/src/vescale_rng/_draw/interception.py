@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._cuda.laws import dropout_scale
 from ..errors import UnsupportedRandomOperatorError
+from .composite import is_composite
 from .forms import Form, real_args, resolve, scale_normal
 from .mode import is_default
 from .source import Sampler
@@ -40,11 +41,6 @@ def base_name(func: Any) -> str:
     if namespace == "aten" and (name in _UNTAGGED or torch.Tag.nondeterministic_seeded in func.tags):
         return str(name)
     return ""
-
-
-@functools.cache
-def _is_composite(func: Any) -> bool:
-    return bool(func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
 
 
 @functools.cache
@@ -193,7 +189,7 @@ class InterceptRandom(_Mode):  # type: ignore[misc]
                 return func(*args, **kwargs)
             if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # type: ignore[attr-defined]
                 return NotImplemented
-        if _is_composite(func):
+        if is_composite(func):
             return self.composite(func, args, kwargs)
         name = base_name(func)
         if not name:

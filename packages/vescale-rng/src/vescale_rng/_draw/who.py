@@ -40,9 +40,18 @@ def who_draws(generator: Any) -> torch.Generator | Sampler | None:
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """Return the generator that torch itself uses on a device."""
+    """Return the generator that torch itself uses on a device.
+
+    Raises:
+        ValueError: if this torch has no generator for it.
+    """
     if device.type == "cpu":
         return torch.default_generator
-    module = getattr(torch, device.type)
+    module = getattr(torch, device.type, None)
+    if module is None or not hasattr(module, "default_generators"):
+        raise ValueError(f"device = {str(device)!r} has no random generator in this torch; give the generator itself")
+    if not module.is_available():
+        raise ValueError(f"device = {str(device)!r}: this torch sees no such device")
+    module.init()
     index = device.index if device.index is not None else module.current_device()
     return module.default_generators[index]  # type: ignore[no-any-return]

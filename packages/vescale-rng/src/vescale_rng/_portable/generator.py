@@ -7,7 +7,6 @@ Within `portable` the state lives in torch's default CPU generator, so that what
 from __future__ import annotations
 
 import math
-import operator
 import struct
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._draw.borrowed import Borrowed
+from .._draw.borrowed import Borrowed, BorrowedGenerator, pack_state, unpack_state
+from .._integers import MASK64, integer, seed_of
 from ..errors import RandomError
 from .laws import make_law
 from .philox import philox_blocks
@@ -24,12 +24,11 @@ from .whole import portable_whole
 
 __all__ = ["PortableGenerator"]
 
-_MASK64 = (1 << 64) - 1
 _STATE = struct.Struct("<8sQQ")
 _STATE_NAME = b"portabl1"
 
 
-class PortableGenerator:
+class PortableGenerator(BorrowedGenerator):
     """Counter-based random numbers that are the same on every device, and for every sharding.
 
     Element i of the n-th operator call is a function of (seed, n, i) alone, where i counts in memory order of the whole
@@ -50,20 +49,11 @@ class PortableGenerator:
     """
 
     def __init__(self, seed: int = 0, *, counter: int = 0) -> None:
-        self._state = Borrowed("portable", _seed(seed), _counter(counter))
+        self._state = Borrowed("portable", seed_of(seed), _counter(counter))
 
     def __repr__(self) -> str:
         seed, counter = self._state.read()
         return f"PortableGenerator({seed}, counter={counter})"
-
-    def manual_seed(self, seed: int) -> PortableGenerator:
-        """Start the stream of a seed from its first call; returns the generator."""
-        self._state.write(_seed(seed), 0)
-        return self
-
-    def initial_seed(self) -> int:
-        """Return the seed, 0 <= seed < 2**64."""
-        return self._state.read()[0]
 
     @property
     def counter(self) -> int:
@@ -76,7 +66,7 @@ class PortableGenerator:
 
     def get_state(self) -> Tensor:
         """Return seed and counter as 24 bytes (uint8): the same on every rank, so one copy serves any world."""
-        return torch.tensor(list(_STATE.pack(_STATE_NAME, *self._state.read())), dtype=torch.uint8, device="cpu")
+        return pack_state(_STATE, _STATE_NAME, *self._state.read())
 
     def set_state(self, state: Tensor) -> None:
         """Go to a state that `get_state` returned.
@@ -85,11 +75,7 @@ class PortableGenerator:
             RandomError: for other bytes.
             TypeError: for anything but a tensor.
         """
-        if not isinstance(state, Tensor):
-            raise TypeError(f"state: expected the tensor that get_state returned, got {type(state).__name__}")
-        if state.dtype != torch.uint8 or tuple(state.shape) != (_STATE.size,):
-            raise RandomError(f"state has to be {_STATE.size} bytes, got {tuple(state.shape)} of {state.dtype}")
-        name, seed, counter = _STATE.unpack(bytes(state.tolist()))
+        name, seed, counter = unpack_state(_STATE, state)
         if name != _STATE_NAME:
             raise RandomError(f"state is not one of PortableGenerator.get_state(): it begins with {name!r}")
         self._state.write(seed, counter)
@@ -110,15 +96,6 @@ class PortableGenerator:
         self._state.begin_draw()
         return PortableSource(law, math.prod(shape), *self._state.read(), self._step)
 
-    def save(self) -> object:
-        """Return the state, for `restore`."""
-        return self._state.read()
-
-    def restore(self, token: object) -> None:
-        """Go back to a saved state."""
-        assert isinstance(token, tuple)
-        self._state.write(*token)
-
     def whole(self, op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
         """Run `randperm` or `multinomial` (arguments as of torch's functions) as one call.
 
@@ -138,25 +115,11 @@ class PortableGenerator:
 
     def _step(self) -> None:
         seed, counter = self._state.read()
-        self._state.write(seed, (counter + 1) & _MASK64)
-
-
-def _seed(value: int) -> int:
-    number = _integer("seed", value)
-    if not -(1 << 63) <= number <= _MASK64:
-        raise RandomError(f"seed has to be within -2**63 and 2**64 - 1, got {value}")
-    return number & _MASK64
+        self._state.write(seed, (counter + 1) & MASK64)
 
 
 def _counter(value: int) -> int:
-    number = _integer("counter", value)
-    if not 0 <= number <= _MASK64:
+    number = integer("counter", value)
+    if not 0 <= number <= MASK64:
         raise RandomError(f"counter has to be within 0 and 2**64 - 1, got {value}")
     return number
-
-
-def _integer(name: str, value: Any) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}: expected an integer, got {value!r} ({type(value).__name__})") from None

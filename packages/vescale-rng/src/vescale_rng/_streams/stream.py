@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._integers import integer
 from ..errors import RandomError
 from .advance import advance_words
 from .locate import words_since_seed
@@ -102,7 +102,7 @@ class Stream:
             ValueError: `words` is none of these, or leads before the beginning of the stream.
             TypeError: `words` is no integer.
         """
-        words = _integer("words", words)
+        words = integer("words", words)
         if not self._counted:
             self._refuse_borrowed()
             advance_words(self.generator, words)
@@ -129,7 +129,7 @@ class Stream:
             ValueError: `words` is negative, or `subsequence` is not 0 on the CPU.
             TypeError: one of them is no integer.
         """
-        words, subsequence = _integer("words", words), _integer("subsequence", subsequence)
+        words, subsequence = integer("words", words), integer("subsequence", subsequence)
         if words < 0:
             raise ValueError(f"words: expected at least 0, got {words}")
         if self._counted:
@@ -167,10 +167,3 @@ class Stream:
                 f"Stream: within {name}() torch's default generator holds the state of the block, which is no sequence "
                 f"of words; ask what {name}() gave (its counter or offset), or leave the block"
             )
-
-
-def _integer(name: str, value: Any) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}: expected an integer, got {value!r} ({type(value).__name__})") from None

@@ -9,10 +9,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
+from .._draw.fill import take as take_into
 from .._layout import Part
 from .ready import local_of
 
-__all__ = ["aligned", "mixed", "put", "refuse_plain", "take", "whole_of"]
+__all__ = ["aligned", "mixed", "refuse_plain", "take", "whole_of"]
 
 
 def aligned(op: str, value: Any, result: DTensor, part: Part) -> Any:
@@ -72,11 +73,5 @@ def take(whole: Tensor, part: Part, stride: tuple[int, ...] | None = None) -> Te
         local = torch.empty(part.local_shape, dtype=whole.dtype, device=whole.device)
     else:
         local = torch.empty_strided(part.local_shape, stride, dtype=whole.dtype, device=whole.device)
-    put(whole, local, part)
+    take_into(whole, local, part)
     return local
-
-
-def put(whole: Tensor, local: Tensor, part: Part) -> None:
-    """Copy this rank's elements of a whole tensor into its local one."""
-    for view, box in zip(part.views(local), part.boxes, strict=True):
-        view.copy_(whole[tuple(slice(o, o + s) for o, s in zip(box.offset, box.shape, strict=True))])

@@ -15,9 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from .._agreement import check_agreement, default_generator
+from .._agreement import check_agreement
 from .._draw.mode import active_sampler
 from .._draw.prepared import fill_again
+from .._draw.who import default_generator
 from ..errors import UnsupportedRandomOperatorError
 from .places import Place, place_of
 

@@ -15,12 +15,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from .._agreement import default_generator
+from .._draw.fill import take as take_into
 from .._draw.interception import InterceptRandom
+from .._draw.keep import keep
 from .._draw.mode import active_sampler
 from .._layout import Part, part_of_mesh
 from ..errors import UnsupportedRandomOperatorError
-from .operands import put, refuse_plain, take, whole_of
+from .operands import refuse_plain, take, whole_of
 from .places import dense_stride, place_of, wrap
 from .ready import ready, refuse_overlap
 
@@ -54,7 +55,7 @@ def draw_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             place = place_of(sharded[name])
             local = ready(str(op), place, sharded[name]._local_tensor, None)
             if local is not None:
-                put(wholes[name], local, place.part)
+                take_into(wholes[name], local, place.part)
     return _results(op, found, given, sharded, lambda value, spec, part, stride: take(value, part, stride))
 
 
@@ -161,17 +162,9 @@ def _order_of_rows(source: DTensor, placements: tuple[Any, ...]) -> Any:
 @contextlib.contextmanager
 def restored_if_it_fails(device: torch.device, generator: torch.Generator | None = None) -> Iterator[None]:
     """Put the generators that a block uses back as they were if it raises."""
-    generators = [default_generator(device)]
-    if generator is not None:
-        generators.append(generator)
-    states = [one.get_state() for one in generators]
-    sampler = active_sampler()
-    token = None if sampler is None else sampler.save()
+    go_back = keep(device, generator)
     try:
         yield
     except BaseException:
-        for one, state in zip(generators, states, strict=True):
-            one.set_state(state)
-        if sampler is not None:
-            sampler.restore(token)
+        go_back()
         raise
