@@ -1,0 +1,103 @@
+"""The codecs by name: ours, and those that plugins register."""
+
+from __future__ import annotations
+
+import re
+import threading
+
+from .._hooks import register_codecs
+from ..errors import FormatError
+from .interface import Codec, require_little_endian
+from .planes import Planes
+from .zstd import Zstd
+
+__all__ = ["Registry", "codec", "codec_names", "reset"]
+
+_NAME = re.compile(r"[a-z][a-z0-9_.-]{0,31}")
+_RESERVED = ("raw", "auto")
+
+_lock = threading.Lock()
+_loaded: Registry | None = None
+
+
+class Registry:
+    """Takes codecs under names; see `hookspecs.CodecRegistry`."""
+
+    def __init__(self) -> None:
+        self.codecs: dict[str, Codec] = {}
+
+    def register(self, name: str, codec: Codec) -> None:
+        """Add a codec.
+
+        Args:
+            name: 1 to 32 of a-z, 0-9, "_", ".", "-", a letter first; not taken, not "raw" or "auto".
+            codec: has the members of `Codec`.
+
+        Raises:
+            ValueError: the name is not allowed or taken.
+            TypeError: `codec` lacks a member.
+        """
+        if not isinstance(name, str) or not _NAME.fullmatch(name) or name in _RESERVED:
+            raise ValueError(
+                f'name = {name!r}: a codec is named by 1 to 32 of a-z, 0-9, "_", ".", "-", a letter first, '
+                f"and not {' or '.join(_RESERVED)}"
+            )
+        if name in self.codecs:
+            taken = type(self.codecs[name])
+            raise ValueError(
+                f"name = {name!r}: taken by {taken.__module__}.{taken.__qualname__}; choose another, "
+                "or switch one of the two plugins off (VESCALE_PLUGINS_OFF)"
+            )
+        lacking = [member for member in ("encode", "decode") if not callable(getattr(codec, member, None))]
+        if lacking:
+            raise TypeError(f"codec = {codec!r}, registered as {name!r}: lacks {', '.join(lacking)}")
+        self.codecs[name] = codec
+
+
+def codec(name: str) -> Codec:
+    """Return the codec of that name.
+
+    Args:
+        name: "zstd", "planes", or what a plugin registered. "raw" is the absence of a codec.
+
+    Raises:
+        FormatError: no codec is called so here, or this machine is big-endian.
+
+    Example:
+        >>> codec("planes").name
+        'planes'
+    """
+    found = _registry().codecs.get(name)
+    if found is None:
+        raise FormatError(
+            f"codec = {name!r}: not known here (there are {', '.join(codec_names())}); the checkpoint was damaged, or "
+            "saved with a plugin that is not installed or switched off (python -m vescale_ckpt plugins)"
+        )
+    return found
+
+
+def codec_names() -> tuple[str, ...]:
+    """Return the names of all codecs, sorted."""
+    return tuple(sorted(_registry().codecs))
+
+
+def reset() -> None:
+    """Forget what plugins registered; they are asked again at the next use."""
+    global _loaded
+    with _lock:
+        _loaded = None
+
+
+def _registry() -> Registry:
+    global _loaded
+    if _loaded is not None:
+        return _loaded
+    with _lock:
+        if _loaded is None:
+            require_little_endian()
+            registry = Registry()
+            registry.register("zstd", Zstd())
+            registry.register("planes", Planes())
+            register_codecs(registry)
+            _loaded = registry
+        return _loaded
