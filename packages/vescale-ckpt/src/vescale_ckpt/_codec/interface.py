@@ -35,7 +35,8 @@ class Codec(Protocol):
             itemsize: bytes of one number of the chunk, see `number_width`; the chunk need not end with a whole one.
 
         Returns:
-            The bytes to store, in order, or None if they would not be fewer.
+            The bytes to store, in order, or None if they would not be fewer. They are valid until the next call on
+            the same thread.
         """
 
     def decode(self, stored: memoryview, out: torch.Tensor, itemsize: int) -> None:

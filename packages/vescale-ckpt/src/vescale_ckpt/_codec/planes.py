@@ -59,7 +59,7 @@ class Planes:
             return None
         low_bytes = length - count
         top = scratch("top", count)
-        low = torch.empty(low_bytes, dtype=torch.uint8, device="cpu")
+        low = scratch("low", low_bytes)
         _split(data, [*_low_planes(low, count, itemsize), top], itemsize)
         frame = compress(memory(top), "exponents")
         if low_bytes + len(frame) > length * (1 - LEAST_SAVED):
