@@ -1,9 +1,57 @@
-"""Checkpoints that load into any layout.
+"""Checkpoints that load into any layout: asynchronous, deduplicated, checked, and never half-written."""
 
-So far the package holds its hook plumbing only; README.md says what is not there yet.
-"""
+from ._checkpointer import Checkpointer
+from ._load import Checkpoint, LoadReport, TensorView, load, load_dict
+from ._load import open_checkpoint as open
+from ._ops import Keep, diff, gc, pin, unpin, verify
+from ._reshard import reshard
+from ._save import Progress, SaveHandle, SaveInfo, StagingPool, async_save, save
+from ._state import local
+from .errors import (
+    CheckpointError,
+    CorruptionError,
+    FormatError,
+    LayoutError,
+    MismatchError,
+    MissingStepError,
+    RanksError,
+    StateError,
+    StorageError,
+)
 
-__all__ = ["__version__"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "Checkpointer",
+    "CorruptionError",
+    "FormatError",
+    "Keep",
+    "LayoutError",
+    "LoadReport",
+    "MismatchError",
+    "MissingStepError",
+    "Progress",
+    "RanksError",
+    "SaveHandle",
+    "SaveInfo",
+    "StagingPool",
+    "StateError",
+    "StorageError",
+    "TensorView",
+    "__version__",
+    "async_save",
+    "diff",
+    "gc",
+    "load",
+    "load_dict",
+    "local",
+    "open",
+    "pin",
+    "reshard",
+    "save",
+    "unpin",
+    "verify",
+]
 
 __version__: str
 

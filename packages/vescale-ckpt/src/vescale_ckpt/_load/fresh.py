@@ -1,0 +1,128 @@
+"""`load_dict`: a state without a template, as it was saved, with whole tensors."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _state
+from .._geometry import Box
+from .._save.running import wait_for
+from .._storage import Storage, open_storage
+from ..errors import MismatchError
+from .checkpoint import open_checkpoint
+from .names import chooser
+from .target import Request
+
+__all__ = ["load_dict"]
+
+
+def load_dict(
+    path: str | os.PathLike[str] | Storage,
+    *,
+    step: int | str = "latest",
+    keys: str | Iterable[str] | Callable[[str], bool] | None = None,
+    device: torch.device | str | None = None,
+    verify: bool = True,
+    rank: int | None = None,
+    threads: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Any:
+    """Return a state as it was saved: the same dicts, lists and values, with whole tensors, tied ones tied.
+
+    Needs no process group; every process that calls it reads all that it asks for.
+
+    Args:
+        path: the store.
+        step: number of the step, or "latest".
+        keys: pattern or patterns of names ("model.*"), or a function of a name; only these leaves are loaded, and
+            containers without any are left out; in lists and tuples None stands for what is left out. None: all.
+        device: of the tensors; None: the CPU.
+        verify: check the checksums.
+        rank: whose own values (`local`) are filled in; None: rank 0's if one rank saved, else they are left out.
+        threads: that read at the same time.
+        progress: called with numbers of bytes that have been read.
+
+    Raises:
+        MissingStepError: there is no such step.
+        MismatchError: no leaf is wanted.
+        CorruptionError: it is damaged; the message names the tensors.
+
+    Example:
+        >>> import tempfile
+        >>> from vescale_ckpt import save
+        >>> folder = tempfile.mkdtemp()
+        >>> _ = save(folder, {"model": {"w": torch.ones(2)}, "step": 3})
+        >>> load_dict(folder), load_dict(folder, keys="step")
+        ({'model': {'w': tensor([1., 1.])}, 'step': 3}, {'step': 3})
+    """
+    storage = open_storage(path)
+    wait_for(storage.url)
+    with open_checkpoint(storage, step, threads=threads) as checkpoint:
+        manifest = checkpoint.manifest
+        root = _state.parse(manifest.tree, len(manifest.tensors))
+        names = _state.leaf_names(root)
+        wanted = chooser(keys)
+        kept = {id(leaf) for leaf in _state.leaves_of(root) if wanted(names[id(leaf)])}
+        rank = 0 if rank is None and manifest.world == 1 else rank
+        if rank is None:
+            kept -= {id(leaf) for leaf in _state.leaves_of(root) if leaf.kind == "local"}
+        if not _prune(root, kept) and names:
+            near = difflib.get_close_matches(keys, names.values(), 3) if isinstance(keys, str) else []
+            hint = f"; near are {', '.join(near)}" if near else ""
+            raise MismatchError(f"keys: none of the {len(names)} keys of step {checkpoint.step} is wanted{hint}.")
+        arrays = {leaf.number for leaf in _state.leaves_of(root) if leaf.kind == "numpy"}
+        requests: list[Request] = []
+        tensors: dict[int, Tensor] = {}
+
+        def tensor(number: int) -> Tensor:
+            if number not in tensors:
+                record = manifest.tensors[number]
+                where = "cpu" if number in arrays else device
+                tensors[number] = torch.empty(record.shape, dtype=_state.dtype_of(record.dtype), device=where)
+                requests.append(Request(number, Box.whole(record.shape), tensors[number]))
+            return tensors[number]
+
+        def local(slot: int) -> Any:
+            assert rank is not None
+            return read_local(checkpoint, rank, slot, requests)
+
+        # Numpy arrays share the memory of their tensors, so they may be made before these are read.
+        state = _state.build(root, tensor, local)
+        checkpoint.read_many(requests, verify=verify, progress=progress, consequence="Nothing was returned.")
+        return state
+
+
+def read_local(checkpoint: Any, rank: int, slot: int, requests: list[Request]) -> Any:
+    """Return one of a rank's own values; the requests that fill its tensors are added to `requests`."""
+    index = checkpoint.index(rank)
+    node = index.local[slot] if slot < len(index.local) else None
+    if node is None or _state.is_absent(node):
+        return None
+    records, first = index.local_tensors, len(checkpoint.names)
+
+    def tensor(number: int) -> Tensor:
+        record = records[number]
+        out = torch.empty(record.shape, dtype=_state.dtype_of(record.dtype))
+        requests.append(Request(first + number, Box.whole(record.shape), out, rank))
+        return out
+
+    return _state.unpack(node, tensor, lambda _: None, tensors=len(records), locals=0)
+
+
+def _prune(item: _state.Item, kept: set[int]) -> bool:
+    """Drop leaves that are not wanted, and containers in which none is; tell whether anything is left."""
+    if item.kind in _state.LEAVES:
+        return id(item) in kept
+    left = [(key, child) for key, child in item.children if _prune(child, kept)]
+    lost = len(left) < len(item.children)
+    if lost and left and item.kind in ("list", "tuple"):  # the others keep their places
+        there = dict(left)
+        left = [(key, there.get(key, _state.Item("value", child.path))) for key, child in item.children]
+    item.children = left
+    return bool(left) or not lost

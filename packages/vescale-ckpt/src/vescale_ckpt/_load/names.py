@@ -1,0 +1,87 @@
+"""Choosing and renaming keys, and telling which keys were probably meant."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import TypeAlias
+
+__all__ = ["Keys", "Rename", "chooser", "hints", "renamer"]
+
+Keys: TypeAlias = "str | Iterable[str] | Callable[[str], bool] | None"
+Rename: TypeAlias = "Mapping[str, str] | Sequence[tuple[str, str]] | Callable[[str], str] | None"
+PREFIXES = ("_orig_mod.", "module.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+"""What wrappers put into names."""
+
+
+def chooser(keys: Keys) -> Callable[[str], bool]:
+    """Return a function that tells whether a name is wanted.
+
+    Args:
+        keys: pattern or patterns such as "model.*", where "model" means also all that is below it; a function, or None
+            for all.
+
+    Example:
+        >>> list(map(chooser(["model", "step"]), ["model.w", "step", "steps"]))
+        [True, True, False]
+    """
+    if keys is None:
+        return lambda _: True
+    if callable(keys):
+        return keys
+    patterns = [keys] if isinstance(keys, str) else list(keys)
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise ValueError(f'keys: expected patterns such as "model.*", a function, or None, but got {keys!r}.')
+    patterns += [f"{pattern}.*" for pattern in patterns]  # what is below
+    return lambda name: any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def renamer(rename: Rename) -> Callable[[str], str]:
+    r"""Return a function from a name of the state to that of the checkpoint.
+
+    Args:
+        rename: a mapping of names (others stay), a list of (regular expression, replacement), a function, or None.
+
+    Example:
+        >>> renamer([(r"^net\.", "model.")])("net.w"), renamer({"a": "b"})("c")
+        ('model.w', 'c')
+    """
+    if rename is None:
+        return lambda name: name
+    if callable(rename):
+        return rename
+    if isinstance(rename, Mapping):
+        table = dict(rename)
+        return lambda name: table.get(name, name)
+    rules = [(re.compile(pattern), new) for pattern, new in rename]
+
+    def apply(name: str) -> str:
+        for pattern, new in rules:
+            name = pattern.sub(new, name)
+        return name
+
+    return apply
+
+
+def hints(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
+    r"""Return lines that say what was probably meant where names of the state and of the checkpoint differ.
+
+    Example:
+        >>> hints(["model._orig_mod.w"], ["model.w"])
+        ['the names differ by "_orig_mod.", which a wrapper adds: pass rename=[(r"_orig_mod\\.", "")]']
+    """
+    there = set(unexpected)
+    for prefix in PREFIXES:
+        if missing and any(prefix in name and name.replace(prefix, "") in there for name in missing):
+            pattern = re.escape(prefix)
+            return [f'the names differ by "{prefix}", which a wrapper adds: pass rename=[(r"{pattern}", "")]']
+        if missing and any(prefix in name and name.replace(prefix, "") in set(missing) for name in unexpected):
+            return [f'the names of the checkpoint have "{prefix}" in them: pass rename=lambda name: ... that adds it']
+    lines = []
+    for name in missing[:5]:
+        near = difflib.get_close_matches(name, unexpected, 1, 0.75)
+        if near:
+            lines.append(f"{name} may be {near[0]} of the checkpoint: pass rename={{{name!r}: {near[0]!r}}}")
+    return lines

@@ -1,0 +1,154 @@
+"""The chunks of the step before, found by the place in the tensor that they hold.
+
+Kept in memory from one save to the next; a new process reads them from the indexes of the latest step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from .._format import FileRecord, Index, find, read_index, read_manifest
+from .._geometry import Piece
+from .._storage import Storage
+from ..errors import CheckpointError
+
+__all__ = ["Base", "Place", "Stored", "forget", "load_base", "places", "recall", "remember"]
+
+log = logging.getLogger("vescale_ckpt")
+
+MOST_WRITERS = 16
+"""Of a step that another number of ranks saved, the indexes of this many are read."""
+CHUNK_BYTES = range(4096, 1 << 32, 4096)
+"""Chunk sizes that a manifest may name."""
+Place = tuple[str, str, tuple[int, ...], tuple[int, ...], int, int]
+"""Name and dtype of a tensor, offset and shape of a box, and the chunk's first and last element in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A chunk that is on storage."""
+
+    raw: int
+    """Bytes before encoding."""
+    crc: int
+    """CRC32 of those."""
+    fingerprint: bytes
+    """Fingerprint of those."""
+    codec: str | None
+    """Name of the codec; None if it is stored as it is."""
+    file: FileRecord | int
+    """The file that holds it: of an earlier step or shared, or the number of a pack that is being written."""
+    offset: int
+    """First byte in the file."""
+    stored: int
+    """Bytes in the file."""
+
+
+@dataclass(slots=True)
+class Base:
+    """The step that a save may refer to."""
+
+    folder: str
+    """Of the step, in the store."""
+    chunks: dict[Place, Stored] = field(default_factory=dict)
+    """By place."""
+
+    def add(self, index: Index, names: dict[int, tuple[str, str, int]], chunk_bytes: int) -> None:
+        """Take the chunks of one writer.
+
+        Args:
+            index: what the writer wrote.
+            names: per tensor number its name, dtype and bytes per element.
+            chunk_bytes: at which multiples that save cut its pieces.
+        """
+        for record in index.pieces:
+            if record.tensor not in names:
+                continue
+            name, dtype, itemsize = names[record.tensor]
+            for offset, (low, high) in enumerate(places(record.piece, itemsize, chunk_bytes)):
+                chunk = index.chunks.row(record.first + offset)
+                self.chunks[(name, dtype, record.piece.box.offset, record.piece.box.shape, low, high)] = Stored(
+                    chunk.raw,
+                    chunk.crc,
+                    chunk.fingerprint,
+                    index.codecs[chunk.codec - 1] if chunk.codec else None,
+                    index.files[chunk.file],
+                    chunk.offset,
+                    chunk.stored,
+                )
+
+
+def places(piece: Piece, itemsize: int, chunk_bytes: int) -> list[tuple[int, int]]:
+    """Return where a piece is cut into chunks, as (first, one past the last) element of its box.
+
+    Cuts lie at multiples of the chunk size from the beginning of the box, not of the piece, so that the chunks of a
+    run of rows are the same ones however many ranks share the rows.
+
+    Example:
+        >>> from .._geometry import Box
+        >>> places(Piece(Box((0,), (100,)), 5, 40), 4, 64)
+        [(5, 16), (16, 32), (32, 40)]
+    """
+    step = chunk_bytes // itemsize
+    cuts = [piece.start, *range((piece.start // step + 1) * step, piece.stop, step), piece.stop]
+    return list(itertools.pairwise(cuts))
+
+
+_lock = threading.Lock()
+_kept: dict[tuple[str, int, int], Base] = {}
+
+
+def remember(url: str, rank: int, world: int, base: Base) -> None:
+    """Keep what the next save of a store may refer to."""
+    with _lock:
+        _kept[(url, rank, world)] = base
+
+
+def recall(url: str, rank: int, world: int, folder: str) -> Base | None:
+    """Return what is kept of a step, if it is the latest that was kept for the store."""
+    with _lock:
+        base = _kept.get((url, rank, world))
+    return base if base is not None and base.folder == folder else None
+
+
+def load_base(storage: Storage, folder: str, rank: int, world: int) -> Base | None:
+    """Read the chunks of a step from storage; None if it cannot be read, for then everything is written anew.
+
+    Args:
+        storage: the store.
+        folder: of a committed step.
+        rank: this writer.
+        world: number of writers of the save that begins. A step of another number has cut its tensors otherwise, so
+            all of its writers are read, unless they are many.
+    """
+    try:
+        step = find(storage, folder)
+        manifest = read_manifest(storage, step)
+        chunk_bytes = manifest.options.get("chunk_bytes")
+        writers = [rank] if manifest.world == world else range(min(manifest.world, MOST_WRITERS))
+        base = Base(folder)
+        for writer in writers:
+            index = read_index(storage, step, manifest, writer)
+            names = {number: (t.name, t.dtype, t.itemsize) for number, t in enumerate(manifest.tensors)}
+            names |= {
+                len(manifest.tensors) + at: (f"rank {writer}: {t.name}", t.dtype, t.itemsize)
+                for at, t in enumerate(index.local_tensors)
+            }
+            if type(chunk_bytes) is int and chunk_bytes in CHUNK_BYTES:
+                base.add(index, names, chunk_bytes)
+        return base
+    except (CheckpointError, OSError) as error:
+        log.warning("%s cannot be referred to, everything is written anew: %s", folder, error)
+        return None
+
+
+def forget(urls: Iterable[str]) -> None:
+    """Drop what is kept for stores."""
+    gone = set(urls)
+    with _lock:
+        for key in [key for key in _kept if key[0] in gone]:
+            del _kept[key]

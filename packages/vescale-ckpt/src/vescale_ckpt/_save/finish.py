@@ -1,0 +1,258 @@
+"""The background half of a save: write this rank's part, then commit in two phases.
+
+First every rank makes its files durable and reports; then member 0, and only if all reported, writes the manifest and
+last of all `COMMIT`. Whatever happens before that leaves a folder that no reader takes for a step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .. import _codec, _state
+from .._format import (
+    Commit,
+    Index,
+    Manifest,
+    TensorRecord,
+    WriterRecord,
+    index_path,
+)
+from .._storage import Storage
+from .._threads import Workers
+from .._trace import span
+from ..errors import CheckpointError, CorruptionError, RanksError
+from .base import Base, remember
+from .begin import LeaseKeeper, Start
+from .content import ContentStore
+from .engine import Batch, Writing, batches_of, choose_codec, is_inline
+from .files import Packs
+from .handle import Meter, SaveInfo
+from .options import SaveOptions
+from .plain import PlainFile
+from .plan import records, total_bytes
+from .stage import Staged, Task
+
+if TYPE_CHECKING:
+    from .._coordination import Coordinator
+    from .._state import TensorSpec
+
+__all__ = ["Part", "finish"]
+
+log = logging.getLogger("vescale_ckpt")
+
+
+@dataclass(slots=True)
+class Part:
+    """What one rank knows of a save when its bytes are staged."""
+
+    storage: Storage
+    """Where to."""
+    start: Start
+    """What member 0 said."""
+    specs: Sequence[TensorSpec]
+    """All tensors."""
+    tree: Any
+    """The state without its tensors."""
+    metadata: Any
+    """The caller's, of member 0."""
+    local: list[Any]
+    """This rank's own values."""
+    local_tensors: list[TensorRecord]
+    """This rank's own tensors."""
+    tasks: list[Task]
+    """What this rank writes."""
+    names: Mapping[int, tuple[str, str]]
+    """Per tensor number its name and dtype."""
+    options: SaveOptions
+    """How."""
+    base: Base | None
+    """Chunks that may be referred to."""
+    staged: list[Staged] = field(default_factory=list)
+    """The tasks with their bytes, once they are staged."""
+    lower_priority: bool = False
+    """Whether training runs beside."""
+    content: ContentStore | None = None
+    """The shared chunks that were used, if there are any."""
+    lease: LeaseKeeper | None = None
+    """Renews the lease, on member 0."""
+    committing: bool = False
+    """Whether `COMMIT` was tried: from then on the folder may be a step."""
+
+
+def finish(part: Part, session: Coordinator, meter: Meter) -> SaveInfo:
+    """Write, report, commit; return when the step is durable on all ranks.
+
+    Raises:
+        CheckpointError: the save failed here or on another rank; there is no such step then.
+    """
+    start, storage = part.start, part.storage
+    writer = session.rank
+    meter.enter("write")
+    with span("write", start.folder):
+        index, report = write_part(part, writer, meter)
+    meter.enter("commit")
+    with span("commit", start.folder):
+        reports = session.gather("written", json.dumps(report).encode())
+        told = None
+        if reports is not None:
+            try:
+                told = json.dumps(commit(part, [json.loads(r) for r in reports])).encode()
+            except BaseException as error:
+                session.fail(error)
+                raise
+        totals = json.loads(_tell(session, told, start.folder))
+    if part.options.dedup_mode == "position":
+        remember(storage.url, writer, session.world, base_of(part, index))
+    meter.enter("done")
+    return SaveInfo(
+        storage.url,
+        start.step,
+        start.folder,
+        totals["raw"],
+        totals["written"],
+        totals["reused"],
+        meter.seconds(),
+    )
+
+
+def _tell(session: Coordinator, told: bytes | None, folder: str) -> bytes:
+    """Tell all ranks that the step is committed; return what member 0 says of it."""
+    try:
+        return session.broadcast("committed", told)
+    except RanksError as error:
+        if told is None:
+            raise RanksError(f"{error} ({folder} may be committed all the same: `vescale-ckpt ls` tells.)") from error
+        log.warning("%s is committed, but a rank cannot be told: %s", folder, error)
+        return told
+
+
+def write_part(part: Part, writer: int, meter: Meter) -> tuple[Index, dict[str, Any]]:
+    """Write the data files and the index of one writer; return the index and what is reported of it."""
+    options, folder = part.options, part.start.folder
+    inline = {s.task.number: bytes(_codec.memory(s.data)) for s in part.staged if is_inline(s)}
+    staged = [item for item in part.staged if not is_inline(item)]
+    pieces, batches = batches_of(staged, options.chunk_bytes, lambda item: choose_codec(item, options.codec_mode))
+    if options.layout == "plain":
+        packs: Packs | PlainFile = PlainFile(part.storage, folder, writer, pieces, batches, part.names)
+    else:
+        packs = Packs(part.storage, folder, writer, options.file_bytes)
+    writing = Writing(part.storage, packs, part.names, options, part.base, meter)
+    try:
+        # Safetensors files have a fixed order, which storage that takes streams has to be given.
+        threads = options.threads if part.storage.random_write or options.layout == "packed" else 1
+        part.content = writing.content
+
+        def write(batch: Batch) -> None:
+            writing.write(batch)
+            if part.lease is not None:
+                part.lease.renew()
+
+        with Workers(threads, low_priority=part.lower_priority) as workers:
+            workers.map(write, batches)
+        packs.close()
+        if writing.content is not None and (lost := writing.content.lost()):
+            raise CorruptionError(f"{len(lost)} shared chunks went during the save, e.g. {lost[0]}; save again.")
+    except BaseException:
+        packs.abort()
+        raise
+    files, codecs, chunks = writing.table(packs.records())
+    index = Index(writer, codecs, files, pieces, chunks, inline, part.local, part.local_tensors)
+    data = index.to_bytes()
+    part.storage.put(index_path(folder, writer), data)
+    folders = {file.path.rpartition("/data/")[0] for file in files if file.path.startswith("steps/")}
+    report = {
+        "sha256": hashlib.sha256(data).hexdigest(),
+        "index_bytes": len(data),
+        "data_bytes": sum(record.bytes for record in packs.records()),
+        "chunks": len(chunks),
+        "bases": sorted(folders - {folder}),
+        "raw": sum(s.task.nbytes for s in part.staged if s.task.number < len(part.specs)),
+        "raw_local": sum(s.task.nbytes for s in part.staged if s.task.number >= len(part.specs)),
+        "written": meter.written + len(data),
+        "reused": meter.reused,
+    }
+    return index, report
+
+
+def commit(part: Part, reports: list[dict[str, Any]]) -> dict[str, int]:
+    """Write the manifest and `COMMIT`; return the sums. Called on member 0 when all ranks have reported."""
+    start, storage, options = part.start, part.storage, part.options
+    wanted, written = total_bytes(part.specs), sum(report["raw"] for report in reports)
+    if wanted != written:
+        raise CheckpointError(
+            f"the ranks wrote {written} bytes of tensors where the state has {wanted}: they do not agree on who writes "
+            f"what. Nothing was committed; please report this with the layouts of your tensors."
+        )
+    layouts, tensors = records(part.specs)
+    writers = tuple(WriterRecord(r["sha256"], r["index_bytes"], r["data_bytes"], r["chunks"]) for r in reports)
+    bases = sorted({base for report in reports for base in report["bases"]})
+    chosen = {
+        "compress": options.compress,
+        "dedup": options.dedup_mode,
+        "layout": options.layout,
+        "chunk_bytes": options.chunk_bytes,
+        "bases": bases,
+    }
+    manifest = Manifest(
+        start.save_id,
+        start.step,
+        start.created,
+        len(reports),
+        layouts,
+        tensors,
+        part.tree,
+        part.metadata,
+        writers,
+        chosen,
+    )
+    data = manifest.to_bytes()
+    # The commit must not come after the lease has run out: a garbage collection may have taken the folder then.
+    assert part.lease is not None
+    part.lease.renew(now=True)
+    storage.put(f"{start.folder}/manifest.json", data)
+    for name in ("data", "index", ""):
+        storage.sync(f"{start.folder}/{name}".rstrip("/"))
+    record = Commit(
+        start.save_id,
+        start.step,
+        start.generation,
+        hashlib.sha256(data).hexdigest(),
+        len(data),
+        sum(w.data_bytes for w in writers),
+        sum(w.chunks for w in writers),
+    )
+    part.committing = True
+    storage.put(f"{start.folder}/COMMIT", record.to_bytes(), exclusive=True)
+    _check_that_it_stayed(part)
+    try:
+        storage.remove(f"{start.folder}/LEASE")
+    except OSError as error:  # the step is committed; a lease that stays runs out by itself
+        log.warning("%s: the lease could not be removed: %s", start.folder, error)
+    sums = {key: sum(report[key] for report in reports) for key in ("written", "reused", "raw", "raw_local")}
+    return {"raw": sums["raw"] + sums["raw_local"], "written": sums["written"] + len(data), "reused": sums["reused"]}
+
+
+def _check_that_it_stayed(part: Part) -> None:
+    """Take the commit back if a garbage collection has meanwhile taken the save for dead: it slept beyond its lease."""
+    storage, folder = part.storage, part.start.folder
+    names = {entry.name for entry in storage.list(folder)}
+    lost = part.options.dedup_mode == "content" and part.content is not None and part.content.lost()
+    if "REMOVED" in names or not storage.list(f"{folder}/index") or lost:
+        storage.remove(f"{folder}/COMMIT")
+        raise CheckpointError(
+            f"{folder}: a garbage collection removed parts of the save, which ran for longer than its lease. Nothing was "
+            f"committed; save again, with a longer timeout if saves take that long."
+        )
+
+
+def base_of(part: Part, index: Index) -> Base:
+    """Return what the next save may refer to."""
+    base = Base(part.start.folder)
+    names = {number: (name, dtype, _state.itemsize(dtype)) for number, (name, dtype) in part.names.items()}
+    base.add(index, names, part.options.chunk_bytes)
+    return base

@@ -1,0 +1,60 @@
+"""Compares the replicas of all tensors, on request: a save keeps one of them, and a difference would be lost unseen."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from .. import _codec
+from .._state import TensorSpec
+from ..errors import RanksError
+from .stage import as_bytes
+
+if TYPE_CHECKING:
+    from .._coordination import Coordinator
+    from .plan import Content
+
+__all__ = ["check_replicas"]
+
+BLOCK = 1 << 20
+
+
+def check_replicas(session: Coordinator, content: Content, specs: Sequence[TensorSpec]) -> None:
+    """Raise RanksError on all ranks if holders of one box hold different values. All ranks call this.
+
+    Costs one pass over everything that a rank holds.
+    """
+    mine = {}
+    for spec in specs:
+        held = content.held.get(spec.name)
+        if held is not None and len(spec.layout.holders(spec.shape, session.rank)) > 1:
+            mine[spec.name] = _hash([view for _, view in held.parts])
+
+    def compare(messages: list[bytes]) -> bytes:
+        hashes = [json.loads(message) for message in messages]
+        for spec in specs:
+            for rank in range(session.world):
+                if spec.name not in hashes[rank]:
+                    continue
+                first = spec.layout.holders(spec.shape, rank)[0]
+                if hashes[rank][spec.name] != hashes[first].get(spec.name):
+                    raise RanksError(
+                        f"state: {spec.name} is replicated on ranks {first} and {rank}, but its values differ there. "
+                        f"Make the ranks agree, or wrap it in `vescale_ckpt.local(...)` to keep one per rank."
+                    )
+        return b""
+
+    session.agree("replicas", json.dumps(mine).encode(), compare)
+
+
+def _hash(views: Sequence[Tensor]) -> str:
+    digest = hashlib.sha256()
+    for view in views:
+        dense = as_bytes(view.detach().resolve_conj().resolve_neg().cpu().contiguous())
+        for at in range(0, dense.numel(), BLOCK):
+            digest.update(_codec.memory(dense[at : at + BLOCK]))
+    return digest.hexdigest()

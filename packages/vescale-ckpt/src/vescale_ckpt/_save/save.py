@@ -1,0 +1,256 @@
+"""`save` and `async_save`: what happens in the caller's thread, and what in the background.
+
+Every rank that takes part calls them. An error on one rank reaches all of them, before or after the state was staged.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from .. import _state
+from .._coordination import Coordinator, coordinator
+from .._format import LOCAL, TensorRecord
+from .._storage import Storage, open_storage
+from .._trace import span
+from ..errors import CheckpointError, StateError
+from .base import load_base, recall
+from .begin import LeaseKeeper, Start, begin, groups_of
+from .finish import Part, finish
+from .handle import Meter, SaveHandle, SaveInfo
+from .options import SaveOptions
+from .plan import agree_on_keys, assign, describe_state
+from .replicas import check_replicas
+from .running import start as start_thread
+from .running import wait_for
+from .stage import stage
+from .staging import StagingPool, default_pool
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+__all__ = ["async_save", "save"]
+
+log = logging.getLogger("vescale_ckpt")
+
+
+def save(
+    path: str | os.PathLike[str] | Storage,
+    state: Any,
+    *,
+    step: int | None = None,
+    metadata: Any = None,
+    compress: str | None = "auto",
+    dedup: str | None = "position",
+    layout: str = "packed",
+    overwrite: bool = False,
+    verify_replicas: bool = False,
+    fsync: bool = True,
+    threads: int = 2,
+    chunk_bytes: int = 1 << 20,
+    file_bytes: int = 4 << 30,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: float = 1800.0,
+    pool: StagingPool | None = None,
+) -> SaveInfo:
+    """Save a state and return when it is committed and durable.
+
+    Every rank of the process group calls this, with its own part of the state; without torch.distributed this process
+    is the only one. Replicas are written once, evenly by all that hold them.
+
+    Args:
+        path: the store: a folder, a URL (`memory://...`, `s3://...`, with fsspec), or a storage. Holds many steps.
+        state: nested dicts, lists and tuples of tensors (plain, torch's DTensor, or of a class that a plugin knows),
+            Python values, and objects with `state_dict()`. Wrap what each rank keeps for itself in `local(...)`.
+        step: number of the step; None: the one after the latest.
+        metadata: JSON of yours that is kept with the step, e.g. `{"loss": 2.5}`; that of the first rank counts.
+        compress: "auto" compresses tensors of which a sample says that it pays; None; or the name of a codec.
+        dedup: "position" refers to an earlier step for chunks that are still the same there; "content" shares equal
+            chunks of the whole store by their SHA-256; None writes everything.
+        layout: "packed", or "plain": ordinary safetensors files, neither compressed nor deduplicated.
+        overwrite: save a step again that is there; the old one stays valid until the new one is committed.
+        verify_replicas: compare all replicas first. Replicated tensors of up to 16 KiB and Python values always are.
+        fsync: make files durable before the commit. False is for tests and for storage that loses nothing.
+        threads: threads that checksum, compress and write.
+        chunk_bytes: what is checked, compressed and shared as one; a multiple of 4096.
+        file_bytes: a rank starts another data file beyond this size.
+        process_group: the ranks that save together; None: all.
+        timeout: seconds to wait for other ranks.
+        pool: where host buffers for copies come from; None: one that the process shares.
+
+    Returns:
+        What was written.
+
+    Raises:
+        StateError: something in the state cannot be saved; the message names it.
+        LayoutError: a tensor is a pending sum, or its class is not known.
+        RanksError: the ranks disagree, or one failed or did not answer.
+        StorageError: the storage failed. Whatever went wrong, earlier steps are as they were.
+
+    Example:
+        >>> import tempfile, torch
+        >>> folder = tempfile.mkdtemp()
+        >>> save(folder, {"w": torch.arange(4.0), "epoch": 3}, step=10).step
+        10
+        >>> target = {"w": torch.zeros(4), "epoch": 0}
+        >>> from vescale_ckpt import load
+        >>> load(folder, target).step, target["epoch"], target["w"].tolist()
+        (10, 3, [0.0, 1.0, 2.0, 3.0])
+    """
+    options = SaveOptions(
+        compress, dedup, layout, chunk_bytes, file_bytes, overwrite, verify_replicas, threads, timeout
+    )
+    meter, url, work = _prepare(path, state, step, metadata, options, fsync, process_group, pool, copy=False)
+    meter.enter("write")
+    del url
+    return work()
+
+
+def async_save(
+    path: str | os.PathLike[str] | Storage,
+    state: Any,
+    *,
+    step: int | None = None,
+    metadata: Any = None,
+    compress: str | None = "auto",
+    dedup: str | None = "position",
+    layout: str = "packed",
+    overwrite: bool = False,
+    verify_replicas: bool = False,
+    fsync: bool = True,
+    threads: int = 2,
+    chunk_bytes: int = 1 << 20,
+    file_bytes: int = 4 << 30,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: float = 1800.0,
+    pool: StagingPool | None = None,
+) -> SaveHandle:
+    """Copy a state to host buffers, return, and save it in the background; arguments as for `save`.
+
+    The call takes as long as one copy of this rank's share; the state may be changed as soon as it returns. If the save
+    before, to the same store, still runs, it is waited for; if it failed and nobody has asked, its error is raised.
+
+    Returns:
+        A handle: `wait()`, `done()`, `progress()`, `exception()`.
+    """
+    options = SaveOptions(
+        compress, dedup, layout, chunk_bytes, file_bytes, overwrite, verify_replicas, threads, timeout
+    )
+    meter, url, work = _prepare(path, state, step, metadata, options, fsync, process_group, pool, copy=True)
+    return start_thread(url, f"{url} step {step if step is not None else '(next)'}", meter, work)
+
+
+def _prepare(
+    path: str | os.PathLike[str] | Storage,
+    state: Any,
+    step: int | None,
+    metadata: Any,
+    options: SaveOptions,
+    fsync: bool,
+    process_group: Any,
+    pool: StagingPool | None,
+    *,
+    copy: bool,
+) -> tuple[Meter, str, Callable[[], SaveInfo]]:
+    """Do what has to be done in the caller's thread; return the meter, the store's URL, and the rest of the work."""
+    begun = time.perf_counter()
+    _check_step(step)
+    storage = open_storage(path, fsync=fsync)
+    wait_for(storage.url)
+    meter, pool = Meter(), pool or default_pool()
+    session = coordinator(process_group, timeout=options.timeout).session(
+        "save" if step is None else f"save of step {step}"
+    )
+    buffers: list[Tensor] = []
+    try:
+        with span("plan", storage.url):
+            part = _plan(storage, state, step, metadata, options, session)
+            part.lower_priority = copy
+        meter.enter("stage")
+        with span("stage", part.start.folder):
+            part.staged, buffers = stage(part.tasks, pool, copy=copy)
+        meter.total = sum(task.nbytes for task in part.tasks)
+    except BaseException as error:
+        session.fail(error)
+        session.close()
+        raise
+    blocked = time.perf_counter() - begun
+
+    def work() -> SaveInfo:
+        try:
+            info = finish(part, session, meter)
+        except BaseException as error:
+            session.fail(error)
+            _clean_up(part, session.rank)
+            raise
+        finally:
+            session.close()
+            for buffer in buffers:
+                pool.give(buffer)
+            part.staged.clear()
+        info.seconds["blocked"] = blocked if copy else time.perf_counter() - begun
+        return info
+
+    return meter, storage.url, work
+
+
+def _plan(
+    storage: Storage, state: Any, step: int | None, metadata: Any, options: SaveOptions, session: Coordinator
+) -> Part:
+    rank, world = session.rank, session.world
+    _check_metadata(metadata)
+    content = describe_state(state, session.ranks, rank)
+    told = {
+        "digest": content.digest() if world > 1 else "",
+        "step": step,
+        "options": {**asdict(options), "threads": None},
+        "url": storage.url,
+    }
+
+    def decide(messages: list[bytes]) -> bytes:
+        kinds = groups_of([json.loads(message) for message in messages])
+        return begin(storage, step, options, kinds).to_bytes()
+
+    start = Start.from_bytes(session.agree("start", json.dumps(told).encode(), decide))
+    specs, tree = agree_on_keys(session, content, start.kinds)
+    if options.verify_replicas and world > 1:
+        check_replicas(session, content, specs)
+    local = _state.renumber_local(content.packed, tree)
+    records = [TensorRecord(h.spec.name, h.spec.dtype, h.spec.shape, LOCAL) for h in content.local]
+    names = {number: (spec.name, spec.dtype) for number, spec in enumerate(specs)}
+    names |= {len(specs) + at: (f"rank {rank}: {record.name}", record.dtype) for at, record in enumerate(records)}
+    base = None
+    if start.base is not None:
+        base = recall(storage.url, rank, world, start.base) or load_base(storage, start.base, rank, world)
+    tasks = assign(specs, content, rank)
+    lease = LeaseKeeper(storage, start, options.timeout) if rank == 0 else None
+    return Part(storage, start, specs, tree, metadata, local, records, tasks, names, options, base, lease=lease)
+
+
+def _check_step(step: int | None) -> None:
+    if step is not None and (type(step) is not int or not 0 <= step <= 10**15):
+        raise ValueError(f"step: expected an integer from 0 to 10**15, or None, but got {step!r}.")
+
+
+def _check_metadata(metadata: Any) -> None:
+    try:
+        json.dumps(metadata, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise StateError(f"metadata: expected what JSON can hold, but got {metadata!r:.200}: {error}.") from None
+
+
+def _clean_up(part: Part, rank: int) -> None:
+    """Remove what a failed save has left, as far as the storage lets us; a garbage collection gets the rest."""
+    if rank != 0 or part.committing:  # a commit that failed half-way may have succeeded: never touch it
+        return
+    try:
+        part.storage.remove_folder(part.start.folder)
+    except (OSError, CheckpointError) as error:
+        log.warning("%s: a failed save could not be cleaned up and is left to `gc`: %s", part.start.folder, error)
