@@ -223,7 +223,7 @@ def test_names_have_a_limit():
     packed = pack({longest: torch.zeros(1)})
     unpack(packed.tree, lambda i: i, lambda i: i)
     for state in ({longest + "x": torch.zeros(1)}, {longest: {"a": 1}}, {"a": local({longest: {"b": 2}})}):
-        with pytest.raises(StateError, match="characters, where 16384 are allowed. Use shorter keys"):
+        with pytest.raises(StateError, match=r"characters, where 16384 are allowed. Use shorter keys"):
             pack(state)
 
 
@@ -278,7 +278,7 @@ def test_tensors_in_transformations_are_refused():
     seen = []
 
     def look(x):
-        with pytest.raises(StateError, match="a is a tensor inside of a transformation.*Save it outside"):
+        with pytest.raises(StateError, match=r"a is a tensor inside of a transformation.*Save it outside"):
             pack({"a": x})
         seen.append(1)
         return x

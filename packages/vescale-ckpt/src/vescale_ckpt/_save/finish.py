@@ -245,7 +245,7 @@ def _check_that_it_stayed(part: Part) -> None:
     if "REMOVED" in names or not storage.list(f"{folder}/index") or lost:
         storage.remove(f"{folder}/COMMIT")
         raise CheckpointError(
-            f"{folder}: a garbage collection removed parts of the save, which ran for longer than its lease. Nothing was "
+            f"{folder}: a garbage collection removed parts of the save, which outlived its lease. Nothing was "
             f"committed; save again, with a longer timeout if saves take that long."
         )
 
