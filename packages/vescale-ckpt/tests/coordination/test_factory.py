@@ -156,6 +156,34 @@ def test_a_killed_rank_is_named_by_the_others(rank: int, world: int, killed: int
         assert talk.agree("x", b"y", b"".join) == b"yyyy"
 
 
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("killed", [0, 2])
+def test_over_a_tcp_store_a_killed_rank_is_named(rank: int, world: int, killed: int, tmp_path: Any) -> None:
+    """As above, with sockets: rank 1 serves the store and lives on."""
+    everyone = coordinator(timeout=20.0)
+    files = dist.FileStore(str(tmp_path / "port"), world)
+    if rank == 1:
+        store = dist.TCPStore("127.0.0.1", 0, world, True, wait_for_workers=False)
+        files.set("port", str(store.port))
+    if rank == killed:
+        child = os.fork()
+        if not child:
+            store = dist.TCPStore("127.0.0.1", int(files.get("port")), world, False)
+            with coordinator(store=store, rank=rank, world=world, timeout=20.0).session("save") as talk:
+                talk.agree("start", b"", b"".join)
+                os.kill(os.getpid(), signal.SIGKILL)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    else:
+        if rank != 1:
+            store = dist.TCPStore("127.0.0.1", int(files.get("port")), world, False)
+        members = coordinator(store=store, rank=rank, world=world, timeout=0.3)
+        death = rf"for rank {killed} to come to it\. It died"
+        with members.session("save") as talk, pytest.raises(RanksError, match=death):
+            talk_twice(talk)
+    with everyone.session("load") as talk:  # and keeps the store until all are done
+        talk.agree("done", b"", b"".join)
+
+
 @pytest.mark.ranks(2)
 def test_the_death_of_the_rank_that_serves_the_store_is_told(rank: int, world: int, tmp_path: Any) -> None:
     """Rank 0 forks a process that serves a TCPStore and is member 0, and dies without a word."""

@@ -321,6 +321,41 @@ def test_member_0_that_gathered_but_does_not_answer_is_named() -> None:
     assert outcomes[0] is None  # nobody can stop it; its next call would raise
 
 
+class Clock:
+    """Time that passes only when somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize("world", [2, 16, 1024, 10_000])
+def test_a_wait_ends_in_time_and_leaves_the_store_to_others(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, counts, timeout = Clock(), Counter[str](), 600.0
+    monkeypatch.setattr(session, "time", clock)
+    members = StoreMembers(Counting(dist.HashStore(), counts), rank=1, ranks=range(world), timeout=timeout)
+    talk = members.session("save")
+    with pytest.raises(RanksError, match="after 600 s rank 1 still waits"):
+        talk.broadcast("x", None)
+    assert clock.now - 1000.0 == pytest.approx(1.05 * timeout)
+    # A TCPStore answers 100,000 to 200,000 operations per second, and training needs it too.
+    assert sum(counts.values()) * world / timeout < 25_000
+
+
+def test_members_that_are_sessions_apart_are_told_of_the_order() -> None:
+    members = members_of(hash_store(), 2, timeout=0.1)
+    members[1].session("save of step 1")  # rank 0 does not save this one
+    for outcome, rank in zip(run(members, talk_about_all, "save of step 2"), (0, 1), strict=True):
+        assert type(outcome) is RanksError
+        assert f"rank {rank} still waits at agree('start') of 'save of step 2' (number {rank + 1})" in str(outcome)
+        assert "all ranks have to save and load in the same order" in str(outcome)
+
+
 def test_many_missing_members_are_counted() -> None:
     store = hash_store()
     outcomes = run(members_of(store, 600, timeout=0.05)[:3], lambda talk: talk.gather("x", b""))
@@ -492,6 +527,7 @@ def test_member_0_makes_few_operations_at_1024_members() -> None:
     for rank in range(1, world):
         with posted[rank]._calling("agree", "keys") as (call, _):
             posted[rank]._receive(call, 0)
+    assert all(sum(each.counts.values()) < 12 for each in stores[1:])
     for rank in [*range(1, world), 0]:
         posted[rank].close()
     assert store.num_keys() == 0

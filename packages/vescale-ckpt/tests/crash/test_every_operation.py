@@ -10,7 +10,7 @@ import vescale_ckpt as ck
 from vescale_ckpt._save.base import forget
 from vescale_ckpt.testing import Fail, FaultyStorage, Kill, Killed, MemoryStorage, Tear, at
 
-OPTIONS = [{}, {"dedup": "content"}, {"layout": "plain"}, {"compress": None, "dedup": None}]
+OPTIONS = [{"compress": "auto"}, {"dedup": "content"}, {"layout": "plain"}, {"compress": None, "dedup": None}]
 
 
 def states():

@@ -58,7 +58,7 @@ def test_keys_are_chosen_by_pattern() -> None:
 
 def test_a_compressed_step_has_a_ratio() -> None:
     store = MemoryStorage()
-    ck.save(store, {"z": torch.zeros(200_000)}, step=1)
+    ck.save(store, {"z": torch.zeros(200_000)}, step=1, compress="auto")
     view = describe(store)
     assert view.compression_ratio > 2
     assert view.leaves[0].codecs != ("raw",)

@@ -23,7 +23,8 @@ BATCH = 256
 """Members whose messages are asked for at a time."""
 FIRST_PAUSE, LAST_PAUSE = 0.0002, 0.03
 """Seconds between two looks at the store; they grow. Large groups pause longer, so that the store keeps up."""
-PAUSE_PER_MEMBER = 2e-5
+PAUSE_PER_MEMBER = 1e-4
+"""Makes 20,000 looks per second of all members together, about an eighth of a core of the process with the store."""
 LINGER = 5.0
 """Most seconds that member 0 waits in `close`: its process may serve the store, and end right after."""
 MOST_TEXT = 4000
@@ -193,9 +194,10 @@ class Session:
             self._raise_failure()
             if self._connection.has(keys):
                 return
-            if time.monotonic() > deadline:
+            left = deadline - time.monotonic()
+            if left <= 0:
                 raise self._late(call, number)
-            time.sleep(pause)
+            time.sleep(min(pause, left))
             pause = min(last, 1.5 * pause)
 
     def _late(self, call: Call, number: int) -> RanksError:

@@ -14,8 +14,8 @@ _CHOICES: dict[str, tuple[Any, ...]] = {"dedup": ("position", "content", None), 
 class SaveOptions:
     """How a state is to be written."""
 
-    compress: str | None = "auto"
-    """"auto" (where a sample says that it pays), None, or the name of a codec."""
+    compress: str | None = None
+    """None, "auto" (where a sample says that it saves bytes), or the name of a codec."""
     dedup: str | None = "position"
     """"position" (same place as in the step before), "content" (same bytes anywhere in the store), or None."""
     layout: str = "packed"

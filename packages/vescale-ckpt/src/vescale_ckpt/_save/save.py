@@ -47,7 +47,7 @@ def save(
     *,
     step: int | None = None,
     metadata: Any = None,
-    compress: str | None = "auto",
+    compress: str | None = None,
     dedup: str | None = "position",
     layout: str = "packed",
     overwrite: bool = False,
@@ -71,7 +71,8 @@ def save(
             Python values, and objects with `state_dict()`. Wrap what each rank keeps for itself in `local(...)`.
         step: number of the step; None: the one after the latest.
         metadata: JSON of yours that is kept with the step, e.g. `{"loss": 2.5}`; that of the first rank counts.
-        compress: "auto" compresses tensors of which a sample says that it pays; None; or the name of a codec.
+        compress: None writes chunks as they are, which is fastest on a local disk; "auto" compresses tensors of which a
+            sample says that it saves bytes, for slow or dear storage; or the name of a codec.
         dedup: "position" refers to an earlier step for chunks that are still the same there; "content" shares equal
             chunks of the whole store by their SHA-256; None writes everything.
         layout: "packed", or "plain": ordinary safetensors files, neither compressed nor deduplicated.
@@ -119,7 +120,7 @@ def async_save(
     *,
     step: int | None = None,
     metadata: Any = None,
-    compress: str | None = "auto",
+    compress: str | None = None,
     dedup: str | None = "position",
     layout: str = "packed",
     overwrite: bool = False,

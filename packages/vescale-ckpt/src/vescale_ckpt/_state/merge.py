@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from .._geometry import Explicit, Layout, Mesh, Rule
 from ..errors import RanksError
 from .agree import layout_words
 from .items import Item, leaf_names, leaves_of
-from .names import Path, plain, spell
+from .names import named, plain, spell
 from .nodes import parse
 from .tensors import TensorSpec
 from .tree import node_of
@@ -39,6 +39,7 @@ def merge(parts: Sequence[tuple[Sequence[int], Sequence[TensorSpec], Any]]) -> t
         ([], {'a': 1, 'b': 2})
     """
     roots = [(ranks, parse(tree, len(specs)), specs) for ranks, specs, tree in parts]
+    _check_names([(ranks, root) for ranks, root, _ in roots])
     merger = _Merger()
     for ranks, _, specs in roots:
         merger.collect(ranks, specs)
@@ -50,7 +51,6 @@ def merge(parts: Sequence[tuple[Sequence[int], Sequence[TensorSpec], Any]]) -> t
     number = {spec.name: place for place, spec in enumerate(found)}
     names = leaf_names(merged)
     leaves = list(leaves_of(merged))
-    _check_names({leaf.path: names[id(leaf)] for leaf in leaves}, roots)
     slots = sorted((leaf for leaf in leaves if leaf.kind == "local"), key=lambda leaf: names[id(leaf)])
     numbers = {id(leaf): number[leaf.value.name] for leaf in leaves if leaf.kind in ("tensor", "numpy")}
     return found, node_of(merged, numbers, {id(leaf): slot for slot, leaf in enumerate(slots)})
@@ -174,9 +174,11 @@ def _stacks(rule: Rule, first: Rule) -> bool:
     return rule.mesh.shape == first.mesh.shape and rule.placements == first.placements
 
 
-def _check_names(whole: Mapping[Path, str], roots: Sequence[tuple[Sequence[int], Item, Any]]) -> None:
+def _check_names(roots: Sequence[tuple[Sequence[int], Item]]) -> None:
     """Raise RanksError if a leaf has another name in the whole: ranks find what they hold by the name they know."""
-    for ranks, root, _ in roots:
+    paths = list(dict.fromkeys(leaf.path for _, root in roots for leaf in leaves_of(root)))
+    whole = dict(zip(paths, named(paths), strict=True))
+    for ranks, root in roots:
         names = leaf_names(root)
         for leaf in leaves_of(root):
             if whole[leaf.path] != names[id(leaf)]:
@@ -219,7 +221,7 @@ def _what(item: Item) -> str:
     if item.kind == "local":
         return "a value of each rank's own"
     count = len(item.children)
-    return f"{'a dict' if item.kind in _MAPPINGS else 'a ' + item.kind} of {count}"
+    return f"{'an OrderedDict' if item.kind == 'ordered' else 'a ' + item.kind} of {count}"
 
 
 def _words(spec: TensorSpec) -> str:

@@ -257,4 +257,5 @@ def leftovers(storage: Storage, folder: str = "") -> Iterator[tuple[str, Entry]]
 def as_bytes(buffers: Sequence[memoryview | bytes]) -> list[memoryview]:
     """Return buffers of any item type as views of bytes, without the empty ones."""
     views = [memoryview(buffer) for buffer in buffers]
-    return [view if view.format == "B" and view.ndim == 1 else view.cast("B") for view in views if view.nbytes]
+    # The cast refuses what is not C-contiguous.
+    return [view.cast("B") for view in views if view.nbytes]

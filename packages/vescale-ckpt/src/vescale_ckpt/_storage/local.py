@@ -177,6 +177,10 @@ class LocalStorage:
             about = item.stat()
         except FileNotFoundError:  # removed since, or a link to nothing
             return None
+        except OSError:
+            if item.is_symlink():  # in a circle
+                return None
+            raise
         is_folder = stat.S_ISDIR(about.st_mode)
         return Entry(item.name, is_folder, 0 if is_folder else about.st_size, about.st_mtime)
 

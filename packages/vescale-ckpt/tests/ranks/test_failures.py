@@ -1,0 +1,178 @@
+"""What goes wrong on one rank reaches all of them, none waits for ever, and the store stays as it was."""
+
+import json
+import os
+import pathlib
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import vescale_ckpt as ck
+from vescale_ckpt import MismatchError, RanksError, StateError, StorageError
+from vescale_ckpt._storage import open_storage
+from vescale_ckpt.testing import Fail, FaultyStorage, Slow, matching
+from vescale_testing import RankFailure, run_ranks
+
+SECONDS = 20.0
+"""Ranks give up after that; far more than a save needs, and less than the time-out of a test."""
+
+
+def sharded(value):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {"w": distribute_tensor(torch.full((8, 3000), float(value)), mesh, [Shard(0)]), "step": value}
+
+
+def steps(path):
+    return ck.Checkpointer(path).steps()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("kind", ["value", "small tensor", "shape", "dtype", "kind"])
+def test_what_differs_between_ranks_is_named_on_all(rank, tmp_path, kind):
+    odd = rank == 2
+    different = {
+        "value": 0.5 if odd else 0.25,
+        "small tensor": torch.tensor([1.0, 2.0 + odd]),
+        "shape": torch.zeros(500 + odd),
+        "dtype": torch.zeros(500, dtype=torch.float64 if odd else torch.float32),
+        "kind": torch.zeros(500) if odd else 1,
+    }[kind]
+    state = {"model": {"fine": torch.ones(500), "rng": different}}
+    with pytest.raises(RanksError, match=r"model\.rng.*2"):
+        ck.save(tmp_path, state, step=1, timeout=SECONDS)
+    assert steps(tmp_path) == []
+    dist.barrier()
+    ck.save(tmp_path, {"model": {"fine": torch.ones(500), "rng": ck.local(different)}}, step=1, timeout=SECONDS)
+    assert steps(tmp_path) == [1]
+
+
+@pytest.mark.ranks(2)
+def test_large_replicas_that_differ_are_found_if_asked(rank, tmp_path):
+    state = {"w": torch.zeros(10000), "v": torch.zeros(10000)}
+    state["v"][777] += rank
+    with pytest.raises(RanksError, match="v"):
+        ck.save(tmp_path, state, verify_replicas=True, timeout=SECONDS)
+    dist.barrier()
+    assert steps(tmp_path) == []
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("background", [False, True])
+def test_a_rank_whose_state_cannot_be_saved_ends_the_save_on_all(rank, tmp_path, background):
+    save = ck.async_save if background else ck.save
+    state = {"w": torch.ones(500), "model": {"hook": (lambda: None) if rank == 3 else None}}
+    with pytest.raises(StateError if rank == 3 else RanksError, match=r"model\.hook"):
+        save(tmp_path, state, step=1, timeout=SECONDS)
+    state["model"]["hook"] = None
+    ck.save(tmp_path, state, step=1, timeout=SECONDS)
+    assert steps(tmp_path) == [1]
+
+
+@pytest.mark.ranks(4)
+def test_ranks_that_save_other_steps_are_told(rank, tmp_path):
+    with pytest.raises(RanksError, match=r"save of step 6.* where rank 0 is at .*save of step 5"):
+        ck.save(tmp_path, {"w": torch.ones(9)}, step=5 + (rank == 1), timeout=SECONDS)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("place", [{"kind": "write"}, {"kind": "close"}, {"name": "w00002.json"}])
+def test_a_rank_that_cannot_write_ends_the_save_on_all(rank, tmp_path, background, place):
+    ck.save(tmp_path, sharded(1), step=1, timeout=SECONDS)
+    storage = open_storage(tmp_path)
+    if rank == 2:
+        storage = FaultyStorage(storage, matching(Fail(28), **place))
+
+    def save_step_2():
+        saved = (ck.async_save if background else ck.save)(storage, sharded(2), step=2, timeout=SECONDS)
+        return saved.wait() if background else saved
+
+    with pytest.raises(StorageError if rank == 2 else RanksError, match="disk is full"):
+        save_step_2()
+    dist.barrier()
+    assert steps(tmp_path) == [1]
+    assert ck.load_dict(tmp_path)["step"] == 1
+    dist.barrier()
+    ck.save(storage, sharded(3), step=2, timeout=SECONDS)
+    assert steps(tmp_path) == [1, 2]
+    assert bool((ck.load_dict(tmp_path)["w"] == 3).all())
+
+
+@pytest.mark.ranks(4)
+def test_a_first_rank_that_cannot_commit_ends_the_save_on_all(rank, tmp_path):
+    storage = open_storage(tmp_path)
+    if rank == 0:
+        storage = FaultyStorage(storage, matching(Fail(5), name="manifest.json"))
+    with pytest.raises(StorageError if rank == 0 else RanksError, match=r"manifest\.json"):
+        ck.save(storage, sharded(1), step=1, timeout=SECONDS)
+    dist.barrier()
+    assert steps(tmp_path) == []
+    assert list(pathlib.Path(tmp_path).glob("steps/*")) == []
+
+
+@pytest.mark.ranks(4)
+def test_training_goes_on_while_ranks_save(rank, tmp_path):
+    mesh = init_device_mesh("cpu", (4,))
+    w = distribute_tensor(torch.zeros(64, 5000), mesh, [Shard(0)])
+    bias, handles = torch.zeros(5), []
+    for step in range(4):
+        handles.append(
+            ck.async_save(tmp_path, {"w": w, "b": bias, "own": ck.local(torch.tensor(rank * step))}, step=step)
+        )
+        w.to_local().add_(1)  # in place, right after the call
+        bias.add_(1)
+        dist.all_reduce(torch.ones(1000))
+    assert [handle.wait(SECONDS).step for handle in handles] == [0, 1, 2, 3]
+    for step in range(4):
+        target = {"w": distribute_tensor(torch.zeros(64, 5000), mesh, [Shard(1)]), "b": torch.zeros(5)}
+        target["own"] = ck.local(torch.tensor(-1))
+        ck.load(tmp_path, target, step=step)
+        assert bool((target["w"].to_local() == step).all())
+        assert target["b"].tolist() == [step] * 5
+        assert int(target["own"].value) == rank * step
+
+
+@pytest.mark.ranks(4)
+def test_a_wrong_shape_on_one_rank_ends_the_load_on_all(rank, tmp_path):
+    ck.save(tmp_path, {"w": torch.ones(500), "v": torch.ones(500)}, step=1)
+    target = {"w": torch.zeros(500), "v": torch.zeros(501 if rank == 3 else 500)}
+    with pytest.raises(MismatchError, match=r"v: shape \[501\].*rank 3"):
+        ck.load(tmp_path, target, timeout=SECONDS)
+    assert target["w"].sum() == target["v"].sum() == 0
+    with pytest.raises(StateError if rank == 1 else RanksError, match="w"):
+        ck.load(tmp_path, {"w": torch.zeros(500, device="meta" if rank == 1 else "cpu")}, timeout=SECONDS)
+    target = {"w": torch.zeros(500), "v": torch.zeros(500)}
+    ck.load(tmp_path, target, timeout=SECONDS)
+    assert target["v"].sum() == 500
+
+
+def save_and_lose_a_rank(rank, path, killed, place):
+    """Save step 1, then step 2, in which one rank is killed; the others leave a note of what they were told."""
+    ck.save(path, sharded(1), step=1, timeout=SECONDS)
+    storage = open_storage(path)
+    if rank == killed:
+        storage = FaultyStorage(storage, matching(Slow(lambda: os.kill(os.getpid(), signal.SIGKILL)), **place))
+    try:
+        ck.save(storage, sharded(2), step=2, timeout=1.0)
+    except RanksError as error:
+        (pathlib.Path(path) / f"told-{rank}").write_text(json.dumps(str(error)))
+    else:
+        raise AssertionError("the save is said to have worked")
+
+
+@pytest.mark.parametrize("place", [{"kind": "write"}, {"name": "w00002.json"}], ids=["data", "index"])
+def test_a_rank_that_is_killed_ends_the_save_on_all(tmp_path, place):
+    with pytest.raises(RankFailure, match="SIGKILL"):
+        run_ranks(save_and_lose_a_rank, 4, kwargs={"path": str(tmp_path), "killed": 2, "place": place})
+    for rank in (0, 1, 3):
+        told = json.loads((tmp_path / f"told-{rank}").read_text())
+        assert "rank 2" in told, (rank, told)
+        assert "died" in told
+    assert steps(tmp_path) == [1]
+    assert bool((ck.load_dict(tmp_path)["w"] == 1).all())
+    ck.save(tmp_path, {"w": torch.zeros(3)}, step=2)
+    assert steps(tmp_path) == [1, 2]
