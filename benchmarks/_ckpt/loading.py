@@ -13,7 +13,16 @@ from _timing import row
 from .measure import MIB, Rounds, Setup, State, compare, drop_cache, folder_bytes, make_state, summary, timed_load
 from .systems import SYSTEMS, hush, make_systems
 
-LOADERS = ("raw file", "vescale", "vescale raw", "vescale plain", "dcp", "torch.save", "torch.save mmap", "safetensors")
+LOADERS = (
+    "raw file",
+    "vescale",
+    "vescale compressed",
+    "vescale plain",
+    "dcp",
+    "torch.save",
+    "torch.save mmap",
+    "safetensors",
+)
 LOADERS += ("torch_checkpointing",)
 
 
@@ -52,7 +61,7 @@ def _rows(setup: Setup, rounds: Rounds, text: str) -> None:
     for name in LOADERS:
         summary(setup, rounds, name, "raw file", f"load {text}")
     compare(setup, rounds, "vescale", "dcp", f"load {text}", 0.5)
-    for ours in ("vescale raw", "vescale plain"):
+    for ours in ("vescale compressed", "vescale plain"):
         compare(setup, rounds, ours, "dcp", f"load {text}")
 
 
@@ -79,7 +88,7 @@ def _memory(setup: Setup, roots: dict[str, Path]) -> None:
         except EOFError:
             extra = None
         child.join()
-        goal = 0.05 if name in ("vescale", "vescale raw", "vescale plain") else None
+        goal = 0.05 if name in ("vescale", "vescale compressed", "vescale plain") else None
         note = f"{(extra or 0) / MIB:.0f} MiB; the files hold {folder_bytes(root) / MIB:.0f} MiB"
         note = "the process failed" if extra is None else note
         setup.report.add(row(f"extra memory: {name}", None if extra is None else extra / setup.size, goal, note))

@@ -36,7 +36,7 @@ from .measure import (
 from .systems import SYSTEMS, hush, make_systems
 
 LAYOUTS = {"rows": 0, "columns": 1, "replicated": None}
-READERS = ("vescale", "vescale raw", "dcp", "torch_checkpointing reshard")
+READERS = ("vescale", "vescale compressed", "dcp", "torch_checkpointing reshard")
 
 
 def reshard(setup: Setup) -> None:
@@ -163,7 +163,7 @@ def _gather(value: Any) -> list[Any]:
 
 def replicas(setup: Setup) -> None:
     """Save the same state on 2 ranks: bytes of all files, and of the rank that writes most."""
-    names = ("vescale", "vescale raw", "dcp", "dcp tuned", "torch_checkpointing")
+    names = ("vescale", "vescale compressed", "dcp", "dcp tuned", "torch_checkpointing")
     setup.report.heading("2 ranks save the same state, a quarter of it one tensor: bytes over the state's, seconds")
     with setup.scratch() as folder:
         installed = list(make_systems(names, folder, setup.skipped))

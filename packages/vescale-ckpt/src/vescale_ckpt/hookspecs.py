@@ -65,8 +65,10 @@ class StorageRegistry(Protocol):
         """Add a storage for the paths that begin with `scheme://`.
 
         Args:
-            scheme: what stands before `://`; must not be taken yet.
-            factory: called with a path; returns the storage.
+            scheme: what stands before `://`, in small letters; must not be taken yet. "*" stands for all schemes that
+                nobody else takes, which is what this package registers fsspec for.
+            factory: called with the whole URL, and with `fsync` and `retries` if it has arguments of these names;
+                returns the storage.
         """
 
 

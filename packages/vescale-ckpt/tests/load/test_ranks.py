@@ -116,3 +116,13 @@ def test_values_of_ranks_when_their_number_changes(rank, world, tmp_path):
         tmp_path, alone, process_group=groups[rank], local=lambda name, old, r, w: {"pos": sum(o["pos"] for o in old)}
     )
     assert alone["own"].value["pos"] == 21
+
+
+@pytest.mark.ranks(3)
+def test_all_ranks_are_told_alike_that_there_is_no_step(rank, tmp_path):
+    with pytest.raises(ck.MissingStepError, match="no committed checkpoint"):
+        ck.load(tmp_path, {"w": torch.zeros(3)}, timeout=20)
+    assert ck.Checkpointer(tmp_path, timeout=20).restore({"w": torch.zeros(3)}, missing_ok=True) is None
+    ck.save(tmp_path, {"w": torch.ones(3)}, step=4, timeout=20)
+    with pytest.raises(ck.MissingStepError, match="no committed checkpoint of step 5; there are: 4"):
+        ck.load(tmp_path, {"w": torch.zeros(3)}, step=5, timeout=20)

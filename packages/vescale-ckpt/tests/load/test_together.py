@@ -48,7 +48,7 @@ def test_a_step_that_is_not_there_reaches_all():
     ck.save(storage, {"w": 1}, step=7)
     first, *others = members(3, lambda session: open_together(storage, 8, session))
     assert isinstance(first, MissingStepError)
-    assert all(isinstance(error, RanksError) and "step 8" in str(error) for error in others)
+    assert all(isinstance(error, MissingStepError) and "step 8" in str(error) for error in others)
 
 
 def test_ranks_must_ask_for_the_same_step():

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import vescale_ckpt as ck
-from vescale_ckpt import MismatchError, RanksError, StateError, StorageError
+from vescale_ckpt import CheckpointError, MismatchError, RanksError, StateError, StorageError
 from vescale_ckpt._storage import open_storage
 from vescale_ckpt.testing import Fail, FaultyStorage, Slow, matching
 from vescale_testing import RankFailure, run_ranks
@@ -100,6 +100,72 @@ def test_a_rank_that_cannot_write_ends_the_save_on_all(rank, tmp_path, backgroun
     ck.save(storage, sharded(3), step=2, timeout=SECONDS)
     assert steps(tmp_path) == [1, 2]
     assert bool((ck.load_dict(tmp_path)["w"] == 3).all())
+
+
+class MeetsAfterRemoval(FaultyStorage):
+    """A storage that waits for the other ranks when it has removed a folder."""
+
+    def remove_folder(self, folder):
+        super().remove_folder(folder)
+        dist.barrier()
+
+
+@pytest.mark.ranks(4)
+def test_a_rank_whose_files_went_after_another_failed_tells_what_that_one_said(rank, tmp_path):
+    # When all are about to write rank 2 fails; the first rank removes the folder, and then rank 1 writes to it.
+    met = []
+
+    def plan(operation):
+        if operation.kind != "write" or met:
+            return None
+        met.append(operation)
+        dist.barrier()
+        if rank == 1:
+            dist.barrier()
+        return Fail(28) if rank == 2 else None
+
+    storage = (MeetsAfterRemoval if rank == 0 else FaultyStorage)(open_storage(tmp_path), plan)
+    with pytest.raises(StorageError if rank == 2 else RanksError, match="disk is full"):
+        ck.save(storage, sharded(1), step=1, timeout=SECONDS)
+    if rank >= 2:
+        dist.barrier()
+    dist.barrier()
+    assert steps(tmp_path) == []
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("what", ["save", "load"])
+def test_an_error_of_the_save_before_that_only_one_rank_has_not_seen(rank, tmp_path, what):
+    ck.save(tmp_path, sharded(1), step=1, timeout=SECONDS)
+    storage = open_storage(tmp_path)
+    if rank == 1:
+        storage = FaultyStorage(storage, matching(Fail(28), kind="write"))
+    handle = ck.async_save(storage, sharded(2), step=2, timeout=SECONDS)
+    if rank != 0:
+        with pytest.raises((StorageError, RanksError), match="disk is full"):
+            handle.wait()
+
+    def next_call():
+        if what == "save":
+            ck.save(tmp_path, sharded(3), step=3, timeout=SECONDS)
+        else:
+            ck.load(tmp_path, sharded(0), timeout=SECONDS)
+
+    with pytest.raises(RanksError, match="disk is full"):  # rank 0 passes on what it has not looked at
+        next_call()
+    ck.save(tmp_path, sharded(3), step=3, timeout=SECONDS)
+    assert steps(tmp_path) == [1, 3]
+
+
+@pytest.mark.ranks(3)
+def test_a_rank_that_cannot_open_the_store_ends_both_on_all(rank, tmp_path):
+    path = tmp_path / "store"
+    if rank == 1:
+        (tmp_path / "file").write_text("a file, no folder")
+        path = tmp_path / "file"
+    for call in (ck.save, ck.load):
+        with pytest.raises((CheckpointError, OSError) if rank == 1 else RanksError):
+            call(path, {"w": torch.ones(3)}, timeout=SECONDS)
 
 
 @pytest.mark.ranks(4)

@@ -22,7 +22,7 @@ from .._state import Held, Match, Target
 from .._state.nodes import leaves
 from .._storage import Storage, open_storage
 from .._trace import span
-from ..errors import MismatchError
+from ..errors import CheckpointError, MismatchError
 from .broadcast import Share, exchange, shares
 from .checkpoint import Checkpoint
 from .fresh import read_local
@@ -143,12 +143,16 @@ def load(
         raise ValueError(f'local: expected "error", "keep" or a function, but got {local!r}.')
     if not strict:
         missing, unexpected = "keep", "ignore"
-    storage = open_storage(path)
-    wait_for(storage.url)
     session = coordinator(process_group, timeout=timeout).session("load")
-    misfit: MismatchError | None = None
+    misfit: CheckpointError | None = None
     try:
-        with open_together(storage, step, session, threads) as checkpoint, span("load", checkpoint.folder):
+        storage = open_storage(path)
+        wait_for(storage.url)
+        opened = open_together(storage, step, session, threads)
+        if isinstance(opened, CheckpointError):
+            misfit = opened
+            raise misfit
+        with opened as checkpoint, span("load", checkpoint.folder):
             job = _Job(checkpoint, session, cast=cast, missing=missing, unexpected=unexpected)
             job.find(state, chooser(keys), renamer(rename), local)
             parts, misfit = job.agree(shares(job.held, session, broadcast, process_group), broadcast)

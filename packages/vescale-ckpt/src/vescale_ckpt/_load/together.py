@@ -12,13 +12,20 @@ from .._format.commit import check_digest
 from .._format.limits import MANIFEST_BYTES
 from .._format.paths import COMMIT, MANIFEST
 from .._storage import Storage
-from ..errors import CorruptionError, RanksError
+from ..errors import CheckpointError, CorruptionError, FormatError, MissingStepError, RanksError
 from .checkpoint import Checkpoint
 
 __all__ = ["Findings", "Verdict", "agree", "open_together"]
 
+_ERRORS: dict[str, type[CheckpointError]] = {
+    error.__name__: error for error in (CorruptionError, FormatError, MissingStepError)
+}
+"""What is wrong with the step and not with a rank."""
 
-def open_together(storage: Storage, step: int | str, session: Coordinator, threads: int | None = None) -> Checkpoint:
+
+def open_together(
+    storage: Storage, step: int | str, session: Coordinator, threads: int | None = None
+) -> Checkpoint | CheckpointError:
     """Open the same step on all ranks: one of them looks for it and reads the manifest.
 
     Args:
@@ -27,33 +34,43 @@ def open_together(storage: Storage, step: int | str, session: Coordinator, threa
         session: all ranks call this.
         threads: that read at the same time.
 
+    Returns:
+        The open step, or on all ranks alike the error of one that is not there or cannot be read.
+
     Raises:
         RanksError: ranks ask for different steps.
     """
     if session.world == 1:
         return Checkpoint(storage, find(storage, step), threads=threads)
-    data = None
-    if session.rank == 0:
-        found = find(storage, step)
-        try:
-            manifest = storage.get(step_path(found.folder, MANIFEST), MANIFEST_BYTES)
-        except FileNotFoundError:
-            raise CorruptionError(
-                f"{storage.url}, {found.folder}: no manifest, though the step is committed."
-            ) from None
-        head = json.dumps({"folder": found.folder, "step": step}).encode()
-        commit = found.commit.to_bytes()
-        sizes = b"".join(len(part).to_bytes(8, "little") for part in (head, commit))
-        data = b"".join((sizes, head, commit, manifest))
-    data = session.broadcast("step", data)
+    data = session.broadcast("step", _told(storage, step) if session.rank == 0 else None)
     first, second = (int.from_bytes(data[at : at + 8], "little") for at in (0, 8))
     told = json.loads(data[16 : 16 + first])
+    if "error" in told:
+        return _ERRORS[told["error"]](told["text"])
     if told["step"] != step:
         raise RanksError(f"step: this is {step!r} on rank {session.rank}, but {told['step']!r} on rank 0.")
     committed = Committed(told["folder"], Commit.from_bytes(data[16 + first : 16 + first + second]))
     text, at = data[16 + first + second :], f"{storage.url}: {step_path(committed.folder, MANIFEST)}"
     check_digest(text, committed.commit.manifest_sha256, committed.commit.manifest_bytes, at, COMMIT)
     return Checkpoint(storage, committed, manifest=Manifest.from_bytes(text, at), threads=threads)
+
+
+def _told(storage: Storage, step: int | str) -> bytes:
+    """Return what member 0 tells of a step: its folder, COMMIT and manifest, or why there are none."""
+    commit = manifest = b""
+    head: dict[str, object] = {"step": step}
+    try:
+        found = find(storage, step)
+        head["folder"], commit = found.folder, found.commit.to_bytes()
+        manifest = storage.get(step_path(found.folder, MANIFEST), MANIFEST_BYTES)
+    except (MissingStepError, CorruptionError, FormatError) as error:
+        head |= {"error": type(error).__name__, "text": str(error)}
+    except FileNotFoundError:
+        text = f"{storage.url}, {head['folder']}: no manifest, though the step is committed."
+        head |= {"error": CorruptionError.__name__, "text": text}
+    first = json.dumps(head).encode()
+    sizes = b"".join(len(part).to_bytes(8, "little") for part in (first, commit))
+    return b"".join((sizes, first, commit, manifest))
 
 
 @dataclass(slots=True)

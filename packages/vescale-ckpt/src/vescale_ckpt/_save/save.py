@@ -20,7 +20,7 @@ from .._coordination import Coordinator, coordinator
 from .._format import LOCAL, TensorRecord
 from .._storage import Storage, open_storage
 from .._trace import span
-from ..errors import CheckpointError, StateError
+from ..errors import CheckpointError, RanksError, StateError
 from .base import load_base, recall
 from .begin import LeaseKeeper, Start, begin, groups_of
 from .finish import Part, finish
@@ -162,15 +162,16 @@ def _prepare(
 ) -> tuple[Meter, str, Callable[[], SaveInfo]]:
     """Do what has to be done in the caller's thread; return the meter, the store's URL, and the rest of the work."""
     begun = time.perf_counter()
-    _check_step(step)
-    storage = open_storage(path, fsync=fsync)
-    wait_for(storage.url)
-    meter, pool = Meter(), pool or default_pool()
+    # First of all, so that whatever goes wrong on this rank alone is told to those that wait for it.
     session = coordinator(process_group, timeout=options.timeout).session(
         "save" if step is None else f"save of step {step}"
     )
+    meter, pool = Meter(), pool or default_pool()
     buffers: list[Tensor] = []
     try:
+        _check_step(step)
+        storage = open_storage(path, fsync=fsync)
+        wait_for(storage.url)
         with span("plan", storage.url):
             part = _plan(storage, state, step, metadata, options, session)
             part.lower_priority = copy
@@ -190,7 +191,10 @@ def _prepare(
         except BaseException as error:
             session.fail(error)
             _clean_up(part, session.rank)
-            raise
+            cause = _first_failure(session, error)
+            if cause is error:
+                raise
+            raise cause from error
         finally:
             session.close()
             for buffer in buffers:
@@ -245,6 +249,21 @@ def _check_metadata(metadata: Any) -> None:
         json.dumps(metadata, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise StateError(f"metadata: expected what JSON can hold, but got {metadata!r:.200}: {error}.") from None
+
+
+def _first_failure(session: Coordinator, error: BaseException) -> BaseException:
+    """Return the error of the rank that failed first, of which that of this rank may be a mere consequence.
+
+    Once a save has failed its folder is removed, and a rank that still writes to it finds its files gone.
+    """
+    if session.world == 1 or isinstance(error, RanksError) or not isinstance(error, Exception):
+        return error
+    try:
+        session.broadcast("failed", b"")  # raises the first failure, as any call does by now
+    except RanksError as first:
+        if not str(first).startswith(f"rank {session.ranks[session.rank]} failed:"):
+            return first
+    return error
 
 
 def _clean_up(part: Part, rank: int) -> None:
