@@ -216,3 +216,37 @@ def test_fully_sharded_training_goes_on_elsewhere(rank, tmp_path):
     one, its_optimizer = model_and_optimizer(None)
     ck.load(tmp_path, {"model": one, "optimizer": its_optimizer}, process_group=groups[rank])
     check_equal(wholes(one, its_optimizer), saved)
+
+
+# ---- values of ranks
+
+
+@pytest.mark.ranks(4)
+def test_values_of_ranks_in_another_number_of_ranks(rank, tmp_path):
+    torch.manual_seed(rank)
+    own = {"rng": torch.get_rng_state(), "position": 10 * rank}
+    ck.save(tmp_path, {"loader": ck.local(own), "epoch": 2}, step=1)
+    same = {"loader": ck.local({"rng": torch.zeros_like(own["rng"]), "position": 0}), "epoch": 0}
+    ck.load(tmp_path, same)
+    assert torch.equal(same["loader"].value["rng"], own["rng"])
+    assert same["loader"].value["position"] == 10 * rank
+
+    rows = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "half"))
+    half = {"process_group": rows["half"].get_group()}
+    target = {"loader": ck.local({"rng": torch.zeros_like(own["rng"]), "position": -1}), "epoch": 0}
+    with pytest.raises(ck.MismatchError, match=r"loader: values of 4 ranks that saved, but 2 load"):
+        ck.load(tmp_path, target, **half)
+    assert target["epoch"] == 0
+    ck.load(tmp_path, target, local="keep", **half)
+    assert (target["epoch"], target["loader"].value["position"]) == (2, -1)
+
+    def every_second(name, values, rank, world):
+        assert name == "loader"
+        assert (len(values), world) == (4, 2)
+        return values[2 * rank]
+
+    ck.load(tmp_path, target, local=every_second, **half)
+    old = 2 * (rank % 2)
+    assert target["loader"].value["position"] == 10 * old
+    torch.manual_seed(old)
+    assert torch.equal(target["loader"].value["rng"], torch.get_rng_state())
