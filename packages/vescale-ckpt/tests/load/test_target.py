@@ -1,8 +1,9 @@
 import pytest
 import torch
 
+from vescale_ckpt._codec import as_bytes
 from vescale_ckpt._geometry import Box
-from vescale_ckpt._load.target import SERIAL, Request, Target, as_bytes, copy
+from vescale_ckpt._load.target import SERIAL, Request, Target, copy
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float8_e5m2, torch.bfloat16, torch.complex32, torch.complex128])

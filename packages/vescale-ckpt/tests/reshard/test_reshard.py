@@ -124,3 +124,11 @@ def test_one_process_fills_another_state():
 def test_a_target_with_other_tensors_is_refused(target):
     with pytest.raises(ck.MismatchError, match="not the same tensors"):
         ck.reshard({"w": torch.arange(4.0)}, target)
+
+
+@pytest.mark.parametrize("conj", ["source", "target", "both"])
+def test_conjugated_memory_keeps_its_values(conj):
+    source, target = torch.randn(5, 7, dtype=torch.complex64), torch.zeros(5, 7, dtype=torch.complex64)
+    source = source.conj() if conj != "target" else source
+    target = target.conj() if conj != "source" else target
+    assert torch.equal(ck.reshard({"w": source}, {"w": target})["w"], source)

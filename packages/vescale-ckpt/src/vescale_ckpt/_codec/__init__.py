@@ -5,11 +5,12 @@ from __future__ import annotations
 from .checksum import crc32, fingerprint, sha256
 from .choose import choose
 from .interface import Codec, number_width
-from .memory import as_tensor, memory
+from .memory import as_bytes, as_tensor, memory
 from .registry import codec, codec_names
 
 __all__ = [
     "Codec",
+    "as_bytes",
     "as_tensor",
     "choose",
     "codec",

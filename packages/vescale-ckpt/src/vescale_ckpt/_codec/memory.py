@@ -7,7 +7,7 @@ import threading
 
 import torch
 
-__all__ = ["as_tensor", "memory", "scratch"]
+__all__ = ["as_bytes", "as_tensor", "memory", "scratch"]
 
 _KEPT = 1 << 20
 """Bytes up to which a thread keeps a buffer; longer ones are made anew, so that one large chunk does not stay."""
@@ -46,6 +46,19 @@ def memory(tensor: torch.Tensor) -> memoryview:
     # The view holds the array, and the array the tensor.
     array.keep = tensor  # type: ignore[attr-defined]
     return memoryview(array).cast("B")
+
+
+def as_bytes(dense: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor of any dtype, shape and device as 1-D uint8 on the same memory.
+
+    Example:
+        >>> as_bytes(torch.tensor([[1, 2]], dtype=torch.int16))
+        tensor([1, 0, 2, 0], dtype=torch.uint8)
+    """
+    flat = dense.detach().view(-1)
+    if flat.dtype == torch.complex32:  # cannot be viewed as bytes in one step
+        flat = flat.view(torch.int32)
+    return flat.view(torch.uint8)
 
 
 def as_tensor(buffer: memoryview) -> torch.Tensor:

@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 from .chunks import Chunk, ChunkTable, FileRecord
-from .commit import Commit, Committed, Problem, bases_of, committed, find, newest, problems, read_commit, read_manifest
+from .commit import (
+    Commit,
+    Committed,
+    Problem,
+    bases_in,
+    bases_of,
+    committed,
+    find,
+    newest,
+    problems,
+    read_commit,
+    read_manifest,
+)
 from .cover import check_cover
 from .index import Index, PieceRecord
 from .layouts import layouts_from_json, layouts_to_json
@@ -31,6 +43,7 @@ __all__ = [
     "Problem",
     "TensorRecord",
     "WriterRecord",
+    "bases_in",
     "bases_of",
     "check_cover",
     "chunk_path",

@@ -21,6 +21,7 @@ __all__ = [
     "Commit",
     "Committed",
     "Problem",
+    "bases_in",
     "bases_of",
     "committed",
     "find",
@@ -236,7 +237,16 @@ def bases_of(storage: Storage, step: Committed | str) -> tuple[str, ...]:
         FormatError: the manifest is not valid, or its `options.bases` is no list of folders.
         MissingStepError: the folder is no committed step.
     """
-    bases = read_manifest(storage, step).options.get("bases", [])
+    return bases_in(read_manifest(storage, step))
+
+
+def bases_in(manifest: Manifest) -> tuple[str, ...]:
+    """Return the folders of the earlier steps that a manifest lists.
+
+    Raises:
+        FormatError: its `options.bases` is no list of folders.
+    """
+    bases = manifest.options.get("bases", [])
     if not isinstance(bases, list):
         refuse("manifest.json: options: bases", bases, "must be a list of folders of steps")
     for number, folder in enumerate(bases):

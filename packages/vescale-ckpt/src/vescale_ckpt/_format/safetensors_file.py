@@ -17,7 +17,7 @@ from .fields import Fields, integers, shape_of
 from .jsonio import dumps, loads, refuse, short
 from .limits import ITEMSIZE, UINT63
 
-__all__ = ["CODES", "Header", "StoredTensor", "header_bytes", "header_length", "part_name", "read_header"]
+__all__ = ["CODES", "READ", "Header", "StoredTensor", "header_bytes", "header_length", "part_name", "read_header"]
 
 ALIGN = 4096
 MAX_HEADER = 100_000_000
@@ -42,12 +42,16 @@ CODES = MappingProxyType(
     }
 )
 """safetensors' names of the dtypes that all its versions in use have; others are written as U8, one dim."""
-_READ = {code: name for name, code in CODES.items()} | {
-    "C64": "complex64",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-}
+READ = MappingProxyType(
+    {code: name for name, code in CODES.items()}
+    | {
+        "C64": "complex64",
+        "F8_E8M0": "float8_e8m0fnu",
+        "F8_E4M3FNUZ": "float8_e4m3fnuz",
+        "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    }
+)
+"""Torch's names of the dtypes that safetensors files may hold, by safetensors' names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,9 +194,9 @@ def read_header(
         place = f"{at}: tensor {short(name)}"
         fields = Fields(entry, place, "dtype shape data_offsets")
         code = fields.value("dtype")
-        if not isinstance(code, str) or code not in _READ:
-            refuse(fields.at("dtype"), code, f"must be one of {', '.join(_READ)}")
-        dtype = _READ[code]
+        if not isinstance(code, str) or code not in READ:
+            refuse(fields.at("dtype"), code, f"must be one of {', '.join(READ)}")
+        dtype = READ[code]
         shape, numel = shape_of(fields.value("shape"), fields.at("shape"), UINT63 // ITEMSIZE[dtype])
         start, stop = integers(fields.value("data_offsets"), fields.at("data_offsets"), 0, file_bytes - begin, 2)
         if stop - start != numel * ITEMSIZE[dtype]:

@@ -22,7 +22,6 @@ __all__ = ["Share", "exchange", "shares"]
 ROUND_BYTES = 64 << 20
 FEW = 2
 """Up to this many replicas each reads for itself: sending would take longer."""
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Targets = Sequence[tuple[Target, Held]]
 
 
@@ -156,14 +155,13 @@ def _send(batch: Sequence[tuple[int, Piece]], owner: int, part: Share, held: Tar
 
 
 def _blocks(piece: Piece, own: Held) -> list[Tensor]:
-    """Return views of this rank's memory that hold the elements of a piece, in its order, as words."""
+    """Return views of this rank's memory that hold the elements of a piece, in its order."""
     found = []
     for box in piece.boxes():
         for mine, view in own.parts:
             common = mine.intersect(box)
             if common is not None:
-                block = view[common.slices(mine)]
-                found.append(block.view(_WORDS[block.element_size()]) if block.element_size() in _WORDS else block)
+                found.append(view[common.slices(mine)])
     return found
 
 

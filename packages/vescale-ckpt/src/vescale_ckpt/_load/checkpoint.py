@@ -24,7 +24,7 @@ from .reader import Damage, Reader, ReadStats, corruption
 from .target import Request
 from .view import TensorView
 
-__all__ = ["Checkpoint", "check", "open_checkpoint"]
+__all__ = ["Checkpoint", "open_checkpoint"]
 
 INDEX_THREADS = 8
 """Indexes that are read at a time: they are small, and reading them is mostly waiting."""
@@ -300,34 +300,6 @@ class Checkpoint:
             with self._lock:
                 found = self._indexes.setdefault(writer, found)
         return found
-
-
-def check(
-    checkpoint: Checkpoint,
-    *,
-    writers: Iterable[int] | None = None,
-    threads: int | None = None,
-    progress: Callable[[int], None] | None = None,
-) -> list[Damage]:
-    """Read every chunk that writers list, references too, and return the damaged ones.
-
-    Args:
-        checkpoint: an open step.
-        writers: whose chunks; None: those of all.
-        threads: that read at the same time.
-        progress: called with numbers of bytes that have been read.
-    """
-    damages: list[Damage] = []
-    count = len(checkpoint.names)
-    for writer in range(checkpoint.manifest.world) if writers is None else writers:
-        index = checkpoint.index(writer)
-        requests = []
-        for record in index.pieces:
-            own = writer if record.tensor >= count else None
-            requests += [Request(record.tensor, block, None, own) for block in record.piece.boxes()]
-        plan = checkpoint._planner.plan(requests)
-        damages += checkpoint.carry_out(plan, threads=threads, progress=progress)[1]
-    return list(dict.fromkeys(damages))
 
 
 def _named_items(root: Any) -> Iterator[tuple[Any, str]]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import _codec
 from .._geometry import Box
 
-__all__ = ["Request", "Target", "as_bytes", "copy"]
+__all__ = ["Request", "Target", "copy"]
 
 SERIAL = 32768
 """Elements that torch copies on the thread that asks; a larger copy would wake the threads of the training."""
@@ -53,20 +53,13 @@ class Target:
         if out is not None and out.numel() and out.is_contiguous():
             self.flat = out.view(-1)
             if out.device.type == "cpu" and out.dtype == dtype and not out.is_conj() and not out.is_neg():
-                self.bytes = as_bytes(self.flat)
+                self.bytes = _codec.as_bytes(self.flat)
                 self.memory = _codec.memory(self.bytes)
 
     @property
     def device(self) -> torch.device | None:
         """Return the device of a target that copies must be waited for; None on the CPU."""
         return None if self.out is None or self.out.device.type == "cpu" else self.out.device
-
-
-def as_bytes(flat: Tensor) -> Tensor:
-    """Return a contiguous 1-D tensor as one of uint8 on the same memory."""
-    if flat.dtype == torch.complex32:  # cannot be viewed as bytes in one step
-        flat = flat.view(torch.int32)
-    return flat.view(torch.uint8)
 
 
 def copy(destination: Tensor, source: Tensor) -> None:

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from .._format import Committed, Manifest, parse_step_folder, read_index, read_manifest, step_path
+from .._format import Committed, Manifest, bases_in, read_index, read_manifest, step_path
 from .._storage import Storage
-from ..errors import CheckpointError, StorageError
+from ..errors import CheckpointError, FormatError, StorageError
 
 __all__ = ["References", "bases_of", "files_of", "references"]
 
@@ -38,11 +38,12 @@ class References:
 
 def bases_of(manifest: Manifest) -> set[str] | None:
     """Return the folders of steps that a step's chunks may lie in, beside its own; None if it does not say."""
-    said = manifest.options.get("bases")
-    if not isinstance(said, (list, tuple)):
+    if "bases" not in manifest.options:
         return None
-    names = {step_path(str(name)) for name in said}
-    return names if all(map(parse_step_folder, names)) else None
+    try:
+        return set(map(step_path, bases_in(manifest)))
+    except FormatError:
+        return None
 
 
 def files_of(storage: Storage, step: Committed, manifest: Manifest, threads: int = 8) -> frozenset[str]:

@@ -17,7 +17,6 @@ __all__ = ["Move", "exchange", "rounds"]
 
 ROUND_BYTES = 64 << 20
 """All ranks together move about this much per rank at a time, so that buffers stay small."""
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,20 +119,12 @@ def exchange(
 
 def _source(move: Move, way: Route) -> Tensor:
     box, view = move.old.parts[way.held]
-    return _raw(view, move)[way.block.slices(box)]
+    return view.detach()[way.block.slices(box)]
 
 
 def _target(move: Move, way: Route) -> Tensor:
     box, view = move.new.parts[way.wanted]
-    return _raw(view, move)[way.block.slices(box)]
-
-
-def _raw(view: Tensor, move: Move) -> Tensor:
-    """Return the elements as words, which every dtype can be copied as."""
-    view = view.detach()
-    if view.is_conj() or view.is_neg() or move.itemsize not in _WORDS:
-        return view.resolve_conj().resolve_neg()
-    return view.view(_WORDS[move.itemsize])
+    return view.detach()[way.block.slices(box)]
 
 
 def _as(data: Tensor, like: Tensor) -> Tensor:

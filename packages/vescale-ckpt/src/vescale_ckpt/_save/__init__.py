@@ -1,7 +1,7 @@
 """Saving: plan, stage, write, commit. save.py has the public functions; finish.py what happens in the background."""
 
 from .handle import Progress, SaveHandle, SaveInfo
-from .running import running, wait_for
+from .running import wait_for
 from .save import async_save, save
 from .staging import StagingPool, parse_bytes
 
@@ -12,7 +12,6 @@ __all__ = [
     "StagingPool",
     "async_save",
     "parse_bytes",
-    "running",
     "save",
     "wait_for",
 ]

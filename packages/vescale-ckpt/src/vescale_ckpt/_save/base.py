@@ -8,15 +8,16 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .._format import FileRecord, Index, find, read_index, read_manifest
+from .._format import ITEMSIZE, FileRecord, Index, TensorRecord, read_commit, read_index, read_manifest
 from .._geometry import Piece
+from .._state import TensorSpec
 from .._storage import Storage
 from ..errors import CheckpointError
 
-__all__ = ["Base", "Place", "Stored", "forget", "load_base", "places", "recall", "remember"]
+__all__ = ["Base", "Place", "Stored", "forget", "load_base", "names_by_number", "places", "recall", "remember"]
 
 log = logging.getLogger("vescale_ckpt")
 
@@ -57,19 +58,19 @@ class Base:
     chunks: dict[Place, Stored] = field(default_factory=dict)
     """By place."""
 
-    def add(self, index: Index, names: dict[int, tuple[str, str, int]], chunk_bytes: int) -> None:
+    def add(self, index: Index, names: Mapping[int, tuple[str, str]], chunk_bytes: int) -> None:
         """Take the chunks of one writer.
 
         Args:
             index: what the writer wrote.
-            names: per tensor number its name, dtype and bytes per element.
+            names: per tensor number its name and dtype.
             chunk_bytes: at which multiples that save cut its pieces.
         """
         for record in index.pieces:
             if record.tensor not in names:
                 continue
-            name, dtype, itemsize = names[record.tensor]
-            for offset, (low, high) in enumerate(places(record.piece, itemsize, chunk_bytes)):
+            name, dtype = names[record.tensor]
+            for offset, (low, high) in enumerate(places(record.piece, ITEMSIZE[dtype], chunk_bytes)):
                 chunk = index.chunks.row(record.first + offset)
                 self.chunks[(name, dtype, record.piece.box.offset, record.piece.box.shape, low, high)] = Stored(
                     chunk.raw,
@@ -80,6 +81,21 @@ class Base:
                     chunk.offset,
                     chunk.stored,
                 )
+
+
+def names_by_number(
+    tensors: Sequence[TensorRecord | TensorSpec], own: Sequence[TensorRecord], writer: int
+) -> dict[int, tuple[str, str]]:
+    """Return (name, dtype) of each tensor by its number; a writer's own ones count on from those of all.
+
+    Args:
+        tensors: of the whole.
+        own: the writer's own.
+        writer: its number, which tells tensors of one name on different ranks apart.
+    """
+    names = [(tensor.name, tensor.dtype) for tensor in tensors]
+    names += [(f"rank {writer}: {tensor.name}", tensor.dtype) for tensor in own]
+    return dict(enumerate(names))
 
 
 def places(piece: Piece, itemsize: int, chunk_bytes: int) -> list[tuple[int, int]]:
@@ -126,20 +142,15 @@ def load_base(storage: Storage, folder: str, rank: int, world: int) -> Base | No
             all of its writers are read, unless they are many.
     """
     try:
-        step = find(storage, folder)
+        step = read_commit(storage, folder)
         manifest = read_manifest(storage, step)
         chunk_bytes = manifest.options.get("chunk_bytes")
         writers = [rank] if manifest.world == world else range(min(manifest.world, MOST_WRITERS))
         base = Base(folder)
         for writer in writers:
             index = read_index(storage, step, manifest, writer)
-            names = {number: (t.name, t.dtype, t.itemsize) for number, t in enumerate(manifest.tensors)}
-            names |= {
-                len(manifest.tensors) + at: (f"rank {writer}: {t.name}", t.dtype, t.itemsize)
-                for at, t in enumerate(index.local_tensors)
-            }
             if type(chunk_bytes) is int and chunk_bytes in CHUNK_BYTES:
-                base.add(index, names, chunk_bytes)
+                base.add(index, names_by_number(manifest.tensors, index.local_tensors, writer), chunk_bytes)
         return base
     except (CheckpointError, OSError) as error:
         log.warning("%s cannot be referred to, everything is written anew: %s", folder, error)

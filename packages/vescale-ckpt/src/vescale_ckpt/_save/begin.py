@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .._format import Committed, Lease, bases_of, committed, ensure_store, step_folder
+from .._format import Committed, Lease, bases_of, committed, ensure_store, read_commit, step_folder
 from .._storage import Storage
-from ..errors import CheckpointError, RanksError
+from ..errors import CheckpointError, FormatError, MissingStepError, RanksError
 from .options import SaveOptions
 
 __all__ = ["LeaseKeeper", "Start", "begin", "groups_of"]
@@ -68,12 +68,14 @@ class LeaseKeeper:
             if not now and time.monotonic() < self._due:
                 return
             self._due = time.monotonic() + self._timeout / 2
-        self._storage.put(f"{self._start.folder}/LEASE", lease_of(self._start, self._timeout))
+        self._storage.put(
+            f"{self._start.folder}/LEASE", lease_of(self._start.save_id, self._start.bases, self._timeout)
+        )
 
 
-def lease_of(start: Start, timeout: float) -> bytes:
+def lease_of(save_id: str, bases: tuple[str, ...], timeout: float) -> bytes:
     """Return the content of the lease of a save: others are waited for as long as `timeout`."""
-    return Lease(start.save_id, time.time() + timeout + 60, start.bases).to_bytes()
+    return Lease(save_id, time.time() + timeout + 60, bases).to_bytes()
 
 
 def groups_of(messages: list[Mapping[str, Any]]) -> tuple[tuple[int, ...], ...]:
@@ -111,7 +113,7 @@ def begin(storage: Storage, step: int | None, options: SaveOptions, kinds: tuple
         )
     save_id = secrets.token_hex(16)
     folder = step_folder(step, save_id)
-    base = _base(storage, there, options)
+    base = there[-1] if there and options.dedup_mode == "position" else None
     bases: tuple[str, ...] = ()
     if base is not None:
         try:
@@ -119,8 +121,7 @@ def begin(storage: Storage, step: int | None, options: SaveOptions, kinds: tuple
         except CheckpointError as error:
             log.warning("%s cannot be referred to, everything is written anew: %s", base.folder, error)
             base = None
-    lease = Lease(save_id, time.time() + options.timeout + 60, bases)
-    storage.put(f"{folder}/LEASE", lease.to_bytes())
+    storage.put(f"{folder}/LEASE", lease_of(save_id, bases, options.timeout))
     # The lease is there, so a garbage collection that comes now spares the base; one that came before is seen here.
     if base is not None and not _still_there(storage, base):
         log.warning("%s went while %s began to refer to it: everything is written anew.", base.folder, folder)
@@ -129,14 +130,13 @@ def begin(storage: Storage, step: int | None, options: SaveOptions, kinds: tuple
     return Start(save_id, step, folder, generation, time.time(), base.folder if base else None, bases, kinds)
 
 
-def _base(storage: Storage, there: list[Committed], options: SaveOptions) -> Committed | None:
-    return there[-1] if there and options.dedup_mode == "position" else None
-
-
 def _closure(storage: Storage, base: Committed) -> tuple[str, ...]:
     """Return a step's folder and those in which chunks lie that it refers to."""
     return tuple(dict.fromkeys([base.folder, *bases_of(storage, base)]))
 
 
 def _still_there(storage: Storage, base: Committed) -> bool:
-    return any(entry.folder == base.folder for entry in committed(storage))
+    try:
+        return read_commit(storage, base.folder) == base
+    except (MissingStepError, FormatError):
+        return False

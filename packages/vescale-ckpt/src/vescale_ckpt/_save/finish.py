@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .. import _codec, _state
+from .. import _codec
 from .._format import (
     Commit,
     Index,
@@ -107,7 +107,9 @@ def finish(part: Part, session: Coordinator, meter: Meter) -> SaveInfo:
                 raise
         totals = json.loads(_tell(session, told, start.folder))
     if part.options.dedup_mode == "position":
-        remember(storage.url, writer, session.world, base_of(part, index))
+        base = Base(start.folder)
+        base.add(index, part.names, part.options.chunk_bytes)
+        remember(storage.url, writer, session.world, base)
     meter.enter("done")
     return SaveInfo(
         storage.url,
@@ -248,11 +250,3 @@ def _check_that_it_stayed(part: Part) -> None:
             f"{folder}: a garbage collection removed parts of the save, which outlived its lease. Nothing was "
             f"committed; save again, with a longer timeout if saves take that long."
         )
-
-
-def base_of(part: Part, index: Index) -> Base:
-    """Return what the next save may refer to."""
-    base = Base(part.start.folder)
-    names = {number: (name, dtype, _state.itemsize(dtype)) for number, (name, dtype) in part.names.items()}
-    base.add(index, names, part.options.chunk_bytes)
-    return base

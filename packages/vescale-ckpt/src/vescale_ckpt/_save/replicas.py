@@ -12,7 +12,6 @@ from torch import Tensor
 from .. import _codec
 from .._state import TensorSpec
 from ..errors import RanksError
-from .stage import as_bytes
 
 if TYPE_CHECKING:
     from .._coordination import Coordinator
@@ -54,7 +53,7 @@ def check_replicas(session: Coordinator, content: Content, specs: Sequence[Tenso
 def _hash(views: Sequence[Tensor]) -> str:
     digest = hashlib.sha256()
     for view in views:
-        dense = as_bytes(view.detach().resolve_conj().resolve_neg().cpu().contiguous())
+        dense = _codec.as_bytes(view.detach().resolve_conj().resolve_neg().cpu().contiguous())
         for at in range(0, dense.numel(), BLOCK):
             digest.update(_codec.memory(dense[at : at + BLOCK]))
     return digest.hexdigest()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from .handle import Meter, SaveHandle, SaveInfo
 
-__all__ = ["running", "start", "wait_for"]
+__all__ = ["start", "wait_for"]
 
 _lock = threading.Lock()
 _latest: dict[str, SaveHandle] = {}
@@ -28,12 +28,6 @@ def wait_for(url: str) -> None:
         if _latest.get(url) is handle:
             del _latest[url]
     handle.raise_unseen()
-
-
-def running() -> list[str]:
-    """Return the stores that are being saved to in the background."""
-    with _lock:
-        return [url for url, handle in _latest.items() if not handle.done()]
 
 
 def start(url: str, name: str, meter: Meter, work: Callable[[], SaveInfo]) -> SaveHandle:

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from .. import _state
 from .._coordination import Coordinator, coordinator
-from .._format import LOCAL, TensorRecord
+from .._format import LOCAL, MAX_STEP, TensorRecord
 from .._storage import Storage, open_storage
 from .._trace import span
 from ..errors import CheckpointError, RanksError, StateError
-from .base import load_base, recall
+from .base import load_base, names_by_number, recall
 from .begin import LeaseKeeper, Start, begin, groups_of
 from .finish import Part, finish
 from .handle import Meter, SaveHandle, SaveInfo
@@ -108,9 +108,7 @@ def save(
     options = SaveOptions(
         compress, dedup, layout, chunk_bytes, file_bytes, overwrite, verify_replicas, threads, timeout
     )
-    meter, url, work = _prepare(path, state, step, metadata, options, fsync, process_group, pool, copy=False)
-    meter.enter("write")
-    del url
+    _, _, work = _prepare(path, state, step, metadata, options, fsync, process_group, pool, copy=False)
     return work()
 
 
@@ -229,8 +227,7 @@ def _plan(
         check_replicas(session, content, specs)
     local = _state.renumber_local(content.packed, tree)
     records = [TensorRecord(h.spec.name, h.spec.dtype, h.spec.shape, LOCAL) for h in content.local]
-    names = {number: (spec.name, spec.dtype) for number, spec in enumerate(specs)}
-    names |= {len(specs) + at: (f"rank {rank}: {record.name}", record.dtype) for at, record in enumerate(records)}
+    names = names_by_number(specs, records, rank)
     base = None
     if start.base is not None:
         base = recall(storage.url, rank, world, start.base) or load_base(storage, start.base, rank, world)
@@ -240,7 +237,7 @@ def _plan(
 
 
 def _check_step(step: int | None) -> None:
-    if step is not None and (type(step) is not int or not 0 <= step <= 10**15):
+    if step is not None and (type(step) is not int or not 0 <= step <= MAX_STEP):
         raise ValueError(f"step: expected an integer from 0 to 10**15, or None, but got {step!r}.")
 
 

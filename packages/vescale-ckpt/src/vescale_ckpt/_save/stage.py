@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .. import _codec
 from .._geometry import Box, Piece, normal
 
 if TYPE_CHECKING:
@@ -18,8 +19,6 @@ __all__ = ["Staged", "Task", "stage"]
 
 ALIGN = 64
 """Staged pieces begin at multiples of this many bytes: the widest loads, and room for every dtype."""
-
-_RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +112,9 @@ def _in_place(task: Task) -> Tensor | None:
     mine, view = task.sources[0]
     if view.device.type != "cpu" or not view.is_contiguous() or view.is_conj() or view.is_neg():
         return None
-    data = as_bytes(view)
+    data = _codec.as_bytes(view)
     low = (task.piece.start - mine.start) * task.itemsize
     return data[low : low + task.nbytes]
-
-
-def as_bytes(dense: Tensor) -> Tensor:
-    """Return the memory of a contiguous tensor as 1-D uint8."""
-    return dense.detach().reshape(-1).view(torch.uint8)
 
 
 def _copy(task: Task, out: Tensor) -> None:
@@ -138,14 +132,12 @@ def _copy_run(view: Tensor, start: int, stop: int, out: Tensor, task: Task) -> N
     """Copy elements `start` to `stop` of a view, in row-major order, to `out`."""
     view = view.detach()
     if view.is_contiguous() and not view.is_conj() and not view.is_neg():
-        out.copy_(as_bytes(view)[start * task.itemsize : stop * task.itemsize], non_blocking=True)
+        out.copy_(_codec.as_bytes(view)[start * task.itemsize : stop * task.itemsize], non_blocking=True)
         return
-    plain = view.resolve_conj().resolve_neg()
-    raw = plain.view(_RAW[task.itemsize]) if task.itemsize in _RAW else plain
     whole, at = Box.whole(tuple(view.shape)), 0
     for block in Piece(whole, start, stop).boxes():
         size = block.numel * task.itemsize
-        out[at : at + size].view(raw.dtype).view(block.shape).copy_(raw[block.slices(whole)], non_blocking=True)
+        out[at : at + size].view(view.dtype).view(block.shape).copy_(view[block.slices(whole)], non_blocking=True)
         at += size
 
 

@@ -10,11 +10,19 @@ from typing import Final
 
 import torch
 
+from .._format import ITEMSIZE
+from .._format.safetensors_file import READ
 from ..errors import FormatError, StateError
 
 __all__ = ["DTYPES", "NUMPY_SCALARS", "dtype_name", "dtype_of", "dtype_of_safetensors", "itemsize", "safetensors_name"]
 
-_NAMES = (
+DTYPES: Final = MappingProxyType({name: getattr(torch, name) for name in ITEMSIZE if hasattr(torch, name)})
+"""Name in a manifest -> dtype."""
+_BY_DTYPE: Final = {dtype: name for name, dtype in DTYPES.items()}
+
+_SAFETENSORS: Final = {ours: theirs for theirs, ours in READ.items()}
+
+_IN_NUMPY = (
     "bool",
     "uint8",
     "int8",
@@ -25,64 +33,12 @@ _NAMES = (
     "uint64",
     "int64",
     "float16",
-    "bfloat16",
     "float32",
     "float64",
-    "complex32",
     "complex64",
     "complex128",
-    "float8_e4m3fn",
-    "float8_e4m3fnuz",
-    "float8_e5m2",
-    "float8_e5m2fnuz",
-    "float8_e8m0fnu",
-    "float4_e2m1fn_x2",
 )
-DTYPES: Final = MappingProxyType({name: getattr(torch, name) for name in _NAMES if hasattr(torch, name)})
-"""Name in a manifest -> dtype."""
-_BY_DTYPE: Final = {dtype: name for name, dtype in DTYPES.items()}
-
-_SAFETENSORS: Final = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "uint16": "U16",
-    "int16": "I16",
-    "uint32": "U32",
-    "int32": "I32",
-    "uint64": "U64",
-    "int64": "I64",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float32": "F32",
-    "float64": "F64",
-    "complex64": "C64",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "float8_e8m0fnu": "F8_E8M0",
-}
-_FROM_SAFETENSORS: Final = {theirs: ours for ours, theirs in _SAFETENSORS.items()}
-
-NUMPY_SCALARS: Final = MappingProxyType(
-    {
-        "bool": 1,
-        "uint8": 1,
-        "int8": 1,
-        "uint16": 2,
-        "int16": 2,
-        "uint32": 4,
-        "int32": 4,
-        "uint64": 8,
-        "int64": 8,
-        "float16": 2,
-        "float32": 4,
-        "float64": 8,
-        "complex64": 8,
-        "complex128": 16,
-    }
-)
+NUMPY_SCALARS: Final = MappingProxyType({name: ITEMSIZE[name] for name in _IN_NUMPY})
 """numpy's name -> bytes, for the dtypes of arrays and scalars that are saved."""
 
 
@@ -154,7 +110,7 @@ def dtype_of_safetensors(name: str) -> torch.dtype:
         >>> dtype_of_safetensors("F8_E4M3")
         torch.float8_e4m3fn
     """
-    ours = _FROM_SAFETENSORS.get(name) if isinstance(name, str) else None
+    ours = READ.get(name) if isinstance(name, str) else None
     if ours is None:
-        raise FormatError(f"dtype: {str(name)[:100]!a} is none of {', '.join(_FROM_SAFETENSORS)}.")
+        raise FormatError(f"dtype: {str(name)[:100]!a} is none of {', '.join(READ)}.")
     return dtype_of(ours)
