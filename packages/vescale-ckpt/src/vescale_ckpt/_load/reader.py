@@ -100,7 +100,8 @@ class Files:
                 return source
         opened = self._storage.open(path)  # not under the lock: it may take long
         with self._lock:
-            source, users = self._used.get(path, (opened, 0))
+            # Meanwhile another thread may have opened it, and even given it back.
+            source, users = self._used.get(path) or (self._idle.pop(path, opened), 0)
             self._used[path] = (source, users + 1)
         if source is not opened:
             opened.close()
