@@ -155,7 +155,7 @@ def _index(tasks: Any) -> int:
             digest = hashlib.sha256(str(offset).encode()).digest()
             table.append(0, offset, max(1, raw * 5 // 6), raw, 1, int.from_bytes(digest[:4], "big"), digest[4:20])
             offset += max(1, raw * 5 // 6)
-        pieces.append(_format.PieceRecord(task.tensor, task.piece, first, len(table) - first))
+        pieces.append(_format.PieceRecord(task.number, task.piece, first, len(table) - first))
     file = _format.FileRecord("steps/00001000-3f2a9c1b/data/w00000-0.pack", offset)
     return len(_format.Index(0, ["planes"], [file], pieces, table).to_bytes())
 
