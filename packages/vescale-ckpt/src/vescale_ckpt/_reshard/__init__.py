@@ -1,5 +1,6 @@
 """Other layouts for a state, over the network."""
 
-from .reshard import NewLayout, reshard
+from .layouts import NewLayout, NewLayouts
+from .reshard import reshard
 
-__all__ = ["NewLayout", "reshard"]
+__all__ = ["NewLayout", "NewLayouts", "reshard"]

@@ -5,35 +5,28 @@ A rank that has what it needs copies it; else one of the holders sends it: once 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, TypeAlias
-
-import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from .. import _state
 from .._coordination import coordinator
-from .._state import Held
-from ..errors import LayoutError, MismatchError, RanksError
-from .exchange import Move, exchange, rounds
+from .._state import Packed
+from .._trace import span
+from .exchange import Exchange, Move
+from .layouts import NewLayout, NewLayouts, allocate, choose
+from .target import find
+from .together import agree_on_layouts, agree_on_loads, buffer_device
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor.placement_types import Placement
+    import torch.distributed as dist
+    from torch import Tensor
 
-__all__ = ["NewLayout", "reshard"]
-
-NewLayout: TypeAlias = "tuple[DeviceMesh, Sequence[Placement]]"
-"""A mesh and one placement per axis of it."""
+__all__ = ["reshard"]
 
 
 def reshard(
     state: Any,
-    new_layouts: NewLayout | Mapping[str, NewLayout] | Callable[[str, Tensor], NewLayout | None] | Any,
+    new_layouts: NewLayouts | Any,
     *,
     process_group: dist.ProcessGroup | None = None,
     timeout: float = 1800.0,
@@ -41,121 +34,92 @@ def reshard(
     """Return a state in other layouts, or fill one that is there. All ranks of the group call this and communicate.
 
     Args:
-        state: nested state of tensors; every rank passes the same keys. Values that are no tensors stay as they are.
-        new_layouts: how tensors are to be sharded. A pair (mesh, placements) for all of them; a mapping from patterns
-            of names ("model.*") to pairs, of which the first that fits counts; a function `(name, tensor)` that returns
-            a pair or None; tensors without a pair stay as they are. Or another state with the same keys, whose tensors
-            are filled in place, and which is returned.
+        state: nested state of tensors; every rank passes the same keys.
+        new_layouts: how tensors are to be sharded. A tuple (mesh, placements) for all of them; a mapping from patterns
+            of names ("model.*") to such tuples, of which the first that fits counts; a function `(name, tensor)` that
+            returns a tuple or None; tensors without one stay as they are. Or another state with the same tensors, which
+            are filled in place; its other values stay.
         process_group: the ranks of all meshes, old and new; None: all.
         timeout: seconds to wait for other ranks before data are sent.
 
     Returns:
-        The new state, with torch DTensors where a new layout was given; on ranks outside of a new mesh their local
-        parts are empty.
+        The new state, with detached torch DTensors where a new layout was given, empty on ranks outside of the new
+        mesh; other values, and those marked by `local`, as they were. Or the other state, once it is filled.
 
     Raises:
-        LayoutError: a tensor is a pending sum, or a mesh has ranks outside of the group.
-        MismatchError: the states have other keys, shapes or dtypes.
-        RanksError: the ranks disagree, or one failed.
+        StateError: a value that no state can hold.
+        LayoutError: a tensor is a pending sum, placements do not fit, or a mesh has ranks outside of the group.
+        MismatchError: the other state has other tensors, shapes or dtypes; nothing was moved.
+        RanksError: the ranks disagree, or another one failed; nothing was moved.
+
+    Example:
+        >>> import torch
+        >>> weights, other = {"w": torch.arange(3.0)}, {"w": torch.zeros(3)}
+        >>> reshard(weights, other)
+        {'w': tensor([0., 1., 2.])}
     """
     session = coordinator(process_group, timeout=timeout).session("reshard")
-    try:
+    match: _state.Match | None = None
+    results: list[Tensor] = []
+    with session, span("reshard", "reshard"):
         packed = _state.pack(state)
         old = [_state.describe(name, tensor, session.ranks, session.rank) for name, tensor in packed.tensors]
-        pairs = _pairs(packed, new_layouts)
+        pairs = choose(_with_all_names(packed), new_layouts)
         if pairs is None:
-            new = _held_of_target(new_layouts, old, session.ranks, session.rank)
-            results = None
+            moves, match = find(new_layouts, packed, old, session.ranks, session.rank)
         else:
-            results = [
-                t if pair is None else _allocate(t, pair) for (_, t), pair in zip(packed.tensors, pairs, strict=True)
-            ]
-            new = [
-                None if pair is None else _state.describe(name, result, session.ranks, session.rank)
-                for (name, _), result, pair in zip(packed.tensors, results, pairs, strict=True)
-            ]
-        moves = [Move(a, b) for a, b in zip(old, new, strict=True) if b is not None]
-        told = _state.digest([s for move in moves for s in (move.old.spec, move.new.spec)], None, {})
-        session.agree("layouts", told, _all_equal)
-    except BaseException as error:
-        session.fail(error)
-        raise
-    finally:
-        session.close()
-    with torch.no_grad():
-        for batch in rounds(moves, session.world):
-            exchange(batch, session.rank, session.world, process_group, _device(moves, process_group))
-    if results is None:
-        return new_layouts
-    return _state.unpack(packed.tree, results.__getitem__, lambda number: _local_value(packed, number))
+            moves, results = _made(packed, old, pairs, session.ranks, session.rank)
+        moves, kind = agree_on_layouts(session, moves)
+        exchange = Exchange(moves, session.rank, session.world)
+        loads = agree_on_loads(session, exchange.loads())
+        exchange.prepare(loads, buffer_device(moves, kind, process_group))
+        # From here on ranks wait for each other in collectives, where nobody could be told of a failure.
+        session.agree("ready", b"", lambda _: b"")
+    exchange.run(process_group)
+    if match is not None:
+        return match.fill(_no_local)
+    return _rebuilt(packed, results, pairs or [])
 
 
-def _pairs(packed: _state.Packed, new_layouts: Any) -> list[NewLayout | None] | None:
-    """Return the new layout of each tensor, or None if `new_layouts` is a state."""
-    if _is_pair(new_layouts):
-        return [new_layouts] * len(packed.tensors)
-    if isinstance(new_layouts, Mapping) and new_layouts and all(map(_is_pair, new_layouts.values())):
-        patterns = list(new_layouts.items())
-        return [next((pair for p, pair in patterns if fnmatchcase(name, p)), None) for name, _ in packed.tensors]
-    if callable(new_layouts) and not hasattr(new_layouts, "state_dict"):
-        pairs = [new_layouts(name, tensor) for name, tensor in packed.tensors]
-        for (name, _), pair in zip(packed.tensors, pairs, strict=True):
-            if pair is not None and not _is_pair(pair):
-                raise LayoutError(
-                    f"new_layouts: for {name} it returned {pair!r}, not a pair (mesh, placements) or None."
-                )
-        return pairs
-    return None
+def _with_all_names(packed: Packed) -> list[tuple[list[str], Tensor]]:
+    """Return the tensors with the names of all places where they stand, the first one first."""
+    names: list[list[str]] = [[name] for name, _ in packed.tensors]
+    for leaf in _state.leaves(packed.tree):
+        if leaf.record is not None and leaf.name not in names[leaf.record]:
+            names[leaf.record].append(leaf.name)
+    return [(known, tensor) for known, (_, tensor) in zip(names, packed.tensors, strict=True)]
 
 
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], DeviceMesh)
+def _made(
+    packed: Packed,
+    old: Sequence[_state.Held],
+    pairs: Sequence[NewLayout | None],
+    ranks: Sequence[int],
+    rank: int,
+) -> tuple[list[Move], list[Tensor]]:
+    """Return where each tensor goes that gets a new layout, and the tensors of the new state."""
+    moves: list[Move] = []
+    results: list[Tensor] = []
+    for (name, tensor), held, pair in zip(packed.tensors, old, pairs, strict=True):
+        if pair is not None:
+            tensor = allocate(name, held.spec.shape, _state.dtype_of(held.spec.dtype), pair)
+            moves.append(Move(held, _state.describe(name, tensor, ranks, rank)))
+        results.append(tensor)
+    return moves, results
 
 
-def _held_of_target(target: Any, old: Sequence[Held], ranks: Sequence[int], rank: int) -> list[Held | None]:
-    into = dict(_state.pack(target).tensors)
-    wrong = sorted(set(into) ^ {held.spec.name for held in old})
-    new: list[Held | None] = []
-    for held in [] if wrong else old:
-        name, spec = held.spec.name, held.spec
-        there = _state.describe(name, into[name], ranks, rank)
-        new.append(there)
-        if (there.spec.shape, there.spec.dtype) != (spec.shape, spec.dtype):
-            wrong.append(f"{name}: {spec.dtype} {spec.shape} to {there.spec.dtype} {there.spec.shape}")
-    if wrong:
-        raise MismatchError(f"new_layouts: not the same tensors as the state: {'; '.join(wrong[:10])}.")
-    return new
+def _rebuilt(packed: Packed, results: Sequence[Tensor], pairs: Sequence[NewLayout | None]) -> Any:
+    root = _state.parse(packed.tree)
+    for leaf in _state.leaves_of(root):
+        if leaf.kind == "numpy" and pairs[leaf.number] is not None:
+            leaf.kind = "tensor"  # an array cannot be sharded
+    own = [tensor for _, tensor in packed.local_tensors]
+
+    def local(slot: int) -> Any:
+        return _state.local(_state.unpack(packed.local[slot], own.__getitem__, _no_local))
+
+    return _state.build(root, results.__getitem__, local)
 
 
-def _allocate(tensor: Tensor, pair: NewLayout) -> DTensor:
-    mesh, placements = pair
-    shape, stride = tensor.shape, torch.empty(tensor.shape, device="meta").stride()
-    if any(placement.is_partial() for placement in placements):
-        raise LayoutError(f"new_layouts: {tuple(placements)} asks for a pending sum, which no tensor can be moved to.")
-    size = compute_local_shape_and_global_offset(shape, mesh, placements)[0] if mesh.get_coordinate() else (0,)
-    local = torch.empty(size, dtype=tensor.dtype, device=mesh.device_type)
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
-def _device(moves: Sequence[Move], group: dist.ProcessGroup | None) -> torch.device:
-    """Return where buffers must be: the device that the group's backend takes and the tensors are on."""
-    for move in moves:
-        for _, view in (*move.old.parts, *move.new.parts):
-            if view.device.type != "cpu":
-                return view.device
-    backend = dist.get_backend(group) if dist.is_initialized() else "gloo"
-    return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-
-
-def _all_equal(messages: list[bytes]) -> bytes:
-    other = next((rank for rank, message in enumerate(messages) if message != messages[0]), None)
-    if other is not None:
-        raise RanksError(
-            f"reshard: ranks 0 and {other} have other keys, shapes or layouts. Pass the same on all ranks."
-        )
-    return b""
-
-
-def _local_value(packed: _state.Packed, number: int) -> Any:
-    tensors = [tensor for _, tensor in packed.local_tensors]
-    return _state.unpack(packed.local[number], tensors.__getitem__, lambda _: None)
+def _no_local(slot: int) -> Any:
+    raise AssertionError(f"local value {slot} where there is none")
