@@ -1,6 +1,16 @@
 """Checkpoints that load into any layout: asynchronous, deduplicated, checked, and never half-written."""
 
 from ._checkpointer import Checkpointer
+from ._interop import (
+    ExportReport,
+    ImportReport,
+    export_dcp,
+    export_safetensors,
+    export_torch,
+    import_dcp,
+    import_safetensors,
+    import_torch,
+)
 from ._load import Checkpoint, LoadReport, TensorView, load, load_dict
 from ._load import open_checkpoint as open
 from ._ops import Keep, diff, gc, pin, unpin, verify
@@ -24,7 +34,9 @@ __all__ = [
     "CheckpointError",
     "Checkpointer",
     "CorruptionError",
+    "ExportReport",
     "FormatError",
+    "ImportReport",
     "Keep",
     "LayoutError",
     "LoadReport",
@@ -41,7 +53,13 @@ __all__ = [
     "__version__",
     "async_save",
     "diff",
+    "export_dcp",
+    "export_safetensors",
+    "export_torch",
     "gc",
+    "import_dcp",
+    "import_safetensors",
+    "import_torch",
     "load",
     "load_dict",
     "local",

@@ -68,7 +68,9 @@ class Checkpointer:
         self._storage = open_storage(root, fsync=fsync)
         self._keep = Keep(last=keep) if isinstance(keep, int) else keep
         self._async = async_
-        self._pool = StagingPool(limit=parse_bytes(staging_bytes) if staging_bytes is not None else None)
+        self._pool = StagingPool(
+            limit=parse_bytes(staging_bytes, "staging_bytes") if staging_bytes is not None else None
+        )
         self._shared: dict[str, Any] = {"process_group": process_group, "timeout": timeout}
         self._options = {**options, "fsync": fsync}
         self._running: SaveHandle | None = None

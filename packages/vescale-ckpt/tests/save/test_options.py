@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vescale_ckpt import StateError, save
+from vescale_ckpt import StateError, async_save, save
 from vescale_ckpt._save.options import SaveOptions
 
 
@@ -40,6 +40,9 @@ def test_metadata(metadata, tmp_path):
         save(tmp_path, {"w": torch.zeros(1)}, metadata=metadata)
 
 
-def test_unknown_codec(tmp_path):
-    with pytest.raises(ValueError, match="compress = 'lz4'"):
-        save(tmp_path, {"w": torch.zeros(5000)}, compress="lz4", fsync=False)
+@pytest.mark.parametrize("save", [save, async_save])
+@pytest.mark.parametrize("size", [1, 5000])
+def test_unknown_codec(tmp_path, save, size):
+    with pytest.raises(ValueError, match=r"compress: .* planes, zstd, but got \'lz4\'"):
+        save(tmp_path, {"w": torch.zeros(size)}, compress="lz4", fsync=False)
+    assert not list(tmp_path.iterdir())

@@ -233,10 +233,10 @@ def test_a_forked_child_has_a_pool_of_its_own() -> None:
     ],
 )
 def test_sizes_are_numbers_or_texts(text: int | str, size: int) -> None:
-    assert parse_bytes(text) == size
+    assert parse_bytes(text, "limit") == size
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "1 XiB", "1e9", "8gibs", -1, 1.5, None, True])
 def test_what_is_no_size_is_an_error(text: object) -> None:
-    with pytest.raises(ValueError, match=r'expected a number such as 4096, "500MB"'):
-        parse_bytes(text)
+    with pytest.raises(ValueError, match=r'limit: expected a number of bytes such as 4096, "500MB"'):
+        parse_bytes(text, "limit")

@@ -13,7 +13,7 @@ from importlib.metadata import version
 
 from .._plugins import PluginError
 from ..errors import CheckpointError
-from . import compare, look, plugins, retain
+from . import compare, exchange, look, plugins, retain
 from .arguments import UsageError
 from .tables import printable
 
@@ -48,10 +48,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=DISTRIBUTION, description="Look at, check and tidy up checkpoints.", allow_abbrev=False
+        prog=DISTRIBUTION, description="Look at, check, convert and tidy up checkpoints.", allow_abbrev=False
     )
     parser.add_argument("--version", action="version", version=f"{DISTRIBUTION} {version(DISTRIBUTION)}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (look, compare, retain, plugins):
+    for module in (look, compare, exchange, retain, plugins):
         module.register(commands)
     return parser

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from .. import _codec
+
 __all__ = ["SaveOptions"]
 
 _CHOICES: dict[str, tuple[Any, ...]] = {"dedup": ("position", "content", None), "layout": ("packed", "plain")}
@@ -37,8 +39,10 @@ class SaveOptions:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}: expected one of {choices}, but got {getattr(self, name)!r}.")
-        if self.compress is not None and not isinstance(self.compress, str):
-            raise ValueError(f'compress: expected "auto", None or the name of a codec, but got {self.compress!r}.')
+        if self.compress not in (None, "auto") and self.compress not in (names := _codec.codec_names()):
+            raise ValueError(
+                f'compress: expected None, "auto" or a codec, {", ".join(names)}, but got {self.compress!r}.'
+            )
         if self.layout == "plain" and (self.dedup == "content" or self.compress not in ("auto", None)):
             raise ValueError(
                 f'layout="plain" keeps safetensors files, which hold neither compressed nor shared chunks, but got '

@@ -60,7 +60,7 @@ class StagingPool:
         Args:
             limit: most bytes that it may hold, e.g. "8GiB"; None: no limit.
         """
-        self.limit = None if limit is None else parse_bytes(limit)
+        self.limit = None if limit is None else parse_bytes(limit, "limit")
         self._changed = threading.Condition()
         self._free: list[Tensor] = []
         self._used: dict[int, Tensor] = {}
@@ -192,24 +192,25 @@ def _allocate(nbytes: int, pinned: bool) -> Tensor:
     return memory[begin : begin + nbytes]
 
 
-def parse_bytes(size: int | str) -> int:
+def parse_bytes(size: int | str, name: str) -> int:
     """Return a number of bytes.
 
     Args:
         size: an integer, or a text such as "8GiB", "500MB", "4096".
+        name: of the argument, for the message.
 
     Raises:
         ValueError: neither.
 
     Example:
-        >>> parse_bytes("1.5KiB"), parse_bytes("2MB")
+        >>> parse_bytes("1.5KiB", "limit"), parse_bytes("2MB", "limit")
         (1536, 2000000)
     """
     if type(size) is int and size >= 0:
         return size
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size, re.ASCII) if isinstance(size, str) else None
     if match is None or match[2] not in _UNITS:
-        raise ValueError(f'bytes: expected a number such as 4096, "500MB" or "8GiB", but got {size!r}.')
+        raise ValueError(f'{name}: expected a number of bytes such as 4096, "500MB" or "8GiB", but got {size!r}.')
     return int(float(match[1]) * _UNITS[match[2]])
 
 
