@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import logging
 import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ._coordination import coordinator
-from ._format import committed
+from ._format import StepFolders, committed
 from ._load import LoadReport, load
 from ._ops import Keep, gc
+from ._ops.retention import Saved
 from ._save import Progress, SaveHandle, SaveInfo, StagingPool, async_save, parse_bytes, save
+from ._save.options import SaveOptions
 from ._storage import Storage, open_storage
 from .errors import MissingStepError
 
@@ -57,7 +63,7 @@ class Checkpointer:
         Args:
             root: folder, URL or storage.
             keep: which steps stay after a newer one is committed; a number stands for `Keep(last=number)`; None keeps
-                all. Pinned steps and the last one always stay.
+                all. Pinned steps, the last one and the one that was just saved always stay.
             async_: whether `save` returns when the state is copied, or when it is committed.
             staging_bytes: most host memory for copies, e.g. "8GiB"; None: what is needed.
             process_group: the ranks that save together; None: all.
@@ -66,14 +72,18 @@ class Checkpointer:
             options: `compress`, `dedup`, `layout`, `threads`, ... as for `save`.
         """
         self._storage = open_storage(root, fsync=fsync)
+        if not (keep is None or isinstance(keep, (int, Keep))):
+            raise ValueError(f"keep: expected a number of steps, a Keep or None, but got {keep!r}.")
+        _check_options({**options, "timeout": timeout})
         self._keep = Keep(last=keep) if isinstance(keep, int) else keep
         self._async = async_
-        self._pool = StagingPool(
-            limit=parse_bytes(staging_bytes, "staging_bytes") if staging_bytes is not None else None
-        )
+        self._limit = parse_bytes(staging_bytes, "staging_bytes") if staging_bytes is not None else None
+        self._pool = StagingPool(limit=self._limit)
+        self._process = os.getpid()
         self._shared: dict[str, Any] = {"process_group": process_group, "timeout": timeout}
         self._options = {**options, "fsync": fsync}
         self._running: SaveHandle | None = None
+        self._told = False
 
     def __repr__(self) -> str:
         return f"Checkpointer({self._storage.url!r}, keep={self._keep!r}, async_={self._async})"
@@ -93,7 +103,7 @@ class Checkpointer:
     def save(self, step: int, state: Any, *, metadata: Any = None, **options: Any) -> SaveHandle | SaveInfo:
         """Save a step; every rank calls this.
 
-        Waits for the save before, and raises its error if that failed.
+        Waits for the save before, and raises its error if that failed and its handle has not said so yet.
 
         Args:
             step: number of the step.
@@ -108,7 +118,7 @@ class Checkpointer:
         arguments = {**self._options, **options, "metadata": metadata, "step": step, **self._shared}
         if not self._async:
             info = save(self._storage, state, pool=self._pool, **arguments)
-            self._retain()
+            self._after(info.step)
             return info
         self._running = async_save(self._storage, state, pool=self._pool, **arguments)
         return self._running
@@ -153,12 +163,18 @@ class Checkpointer:
         return self._running.progress() if self._running is not None else None
 
     def wait(self) -> SaveInfo | None:
-        """Wait for the running save, then remove the steps that need not stay; return what was written."""
-        if self._running is None:
-            return None
+        """Wait for the running save, then remove the steps that need not stay; return what was written.
+
+        None stands for no save, or one that failed and whose handle has said so already. After a fork the save belongs
+        to the parent.
+        """
         running, self._running = self._running, None
+        if self._process != os.getpid():  # a fork has no thread that writes, nor one that gives buffers back
+            self._process, self._pool, running = os.getpid(), StagingPool(limit=self._limit), None
+        if running is None or running.seen():
+            return None
         info = running.wait()
-        self._retain()
+        self._after(info.step)
         return info
 
     def close(self) -> None:
@@ -168,11 +184,58 @@ class Checkpointer:
         finally:
             self._pool.release()
 
-    def _retain(self) -> None:
+    def _after(self, step: int) -> None:
         """Remove old steps, on the first rank; what cannot be removed now is removed after the next save."""
-        if self._keep is None or coordinator(**self._shared).rank != 0:
+        if coordinator(**self._shared).rank != 0:
             return
         try:
-            gc(self._storage, keep=self._keep)
+            self._tell_of_later(step)
+            if self._keep is not None:
+                gc(self._storage, keep=_AlsoSaved(rule=self._keep, saved=step))
         except OSError as error:
             log.warning("old steps could not be removed: %s", error)
+
+    def _tell_of_later(self, step: int) -> None:
+        """Warn, once, of steps that a run left behind which went back to an earlier one: they stay the latest."""
+        if self._told:
+            return
+        latest = StepFolders(self._storage).latest()
+        if latest is not None and latest.step > step:
+            self._told = True
+            log.warning(
+                "step %d was saved, but %s also has step %d, which restore() takes for the latest: restore a step by "
+                "its number, or go on in another store.",
+                step,
+                self._storage.url,
+                latest.step,
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _AlsoSaved(Keep):
+    """A rule, and the step that was just saved: after a return to an earlier step its number is not the last."""
+
+    rule: Keep = field(default_factory=Keep)
+    """The caller's."""
+    saved: int = 0
+    """Number of the step."""
+
+    @property
+    def looks_inside(self) -> bool:
+        """Whether times or metadata matter."""
+        return self.rule.looks_inside
+
+    def choose(self, steps: Iterable[Saved], now: float = 0.0) -> set[int]:
+        """Return the numbers of the steps that stay."""
+        return self.rule.choose(steps, now) | {self.saved}
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    """Raise at once what `save` would raise hours later."""
+    known = inspect.signature(save).parameters
+    for name in options:
+        if name not in known or name in ("path", "state", "step", "metadata", "pool"):
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]}?" if near else "."
+            raise TypeError(f"Checkpointer: {name} is no option of `save`{hint}")
+    SaveOptions(**{one.name: options[one.name] for one in fields(SaveOptions) if one.name in options})

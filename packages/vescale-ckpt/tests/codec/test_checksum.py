@@ -134,6 +134,13 @@ def test_a_plain_sum_of_products_would_not_see_two_signs() -> None:
     assert fingerprint(words.view(torch.uint8)) != fingerprint(flipped.view(torch.uint8))
 
 
+def test_no_two_flips_of_top_bits_cancel_out():
+    """Of the top bit of a word the first sum sees only parity, the second one 33 bits: enough for any two words."""
+    _, s = keys()
+    seen = {value % (1 << 33) for value in s} | {-value % (1 << 33) for value in s}
+    assert len(seen) == 2 * len(s)
+
+
 def test_zeros_of_different_lengths_differ() -> None:
     lengths = [0, 1, 2, 8, ROW - 1, ROW, ROW + 1, 2 * ROW, BLOCK, BLOCK + ROW, 2 * BLOCK]
     found = {fingerprint(torch.zeros(length, dtype=torch.uint8)) for length in lengths}

@@ -9,10 +9,12 @@ import pluggy
 import pytest
 import torch
 
+import vescale_ckpt as ck
 from vescale_ckpt import _plugins
 from vescale_ckpt._codec import choose, codec, codec_names, registry
 from vescale_ckpt._codec.interface import number_width
 from vescale_ckpt.errors import FormatError
+from vescale_ckpt.testing import MemoryStorage
 
 hookimpl = pluggy.HookimplMarker("vescale_ckpt")
 
@@ -86,7 +88,7 @@ def test_plugins_add_theirs_and_are_asked_once(provide: Callable[..., None]) -> 
         ("Mine", "a codec is named by"),
         ("../up", "a codec is named by"),
         ("", "a codec is named by"),
-        ("a" * 33, "a codec is named by"),
+        ("a" * 17, "a codec is named by"),
         (7, "name = 7"),
     ],
 )
@@ -97,6 +99,19 @@ def test_names_that_are_refused(provide: Callable[..., None], name: Any, message
     provide(vescale_register_codecs)
     with pytest.raises(ValueError, match=message):
         codec("zstd")
+
+
+def test_shared_chunks_have_room_for_the_longest_name(provide: Callable[..., None]) -> None:
+    def vescale_register_codecs(registry: Any) -> None:
+        registry.register("a" * 16, Reverse())
+
+    provide(vescale_register_codecs)
+    storage, tensor = MemoryStorage(), torch.arange(3000, dtype=torch.int32)
+    ck.save(storage, {"w": tensor}, compress="a" * 16, dedup="content")
+    (chunk,) = [data for path, data in storage.files().items() if path.startswith("chunks/")]
+    assert chunk == b"a" * 16 + bytes(tensor.view(torch.uint8).tolist())[::-1]
+    assert torch.equal(ck.load_dict(storage)["w"], tensor)
+    assert ck.verify(storage)
 
 
 def test_a_codec_that_lacks_something_is_refused() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save, save_file
 
+from vescale_ckpt._format import PieceRecord
 from vescale_ckpt._format.limits import ITEMSIZE
 from vescale_ckpt._format.safetensors_file import (
     CODES,
@@ -20,6 +21,7 @@ from vescale_ckpt._format.safetensors_file import (
     header_bytes,
     header_length,
     part_name,
+    plain_header,
     read_header,
 )
 from vescale_ckpt._geometry import Box, Piece
@@ -170,3 +172,24 @@ def test_any_change_of_a_file_is_read_or_refused(data: st.DataObject) -> None:
     except FormatError:
         return
     assert sum(stored.stop - stored.start for stored in found.values()) == len(content) - 8 - length
+
+
+def test_the_header_of_a_plain_file_is_fixed_byte_by_byte() -> None:
+    """`verify` compares it; a change of any byte would be one of the format."""
+    tensors = {0: ("w", "float32", (4, 6)), 1: ("h\u00e9", "complex64", (3,)), 2: ("rank 7: own", "bool", ())}
+    pieces = [
+        PieceRecord(0, Piece(Box((0, 2), (4, 2)), 0, 8), 0, 1),
+        PieceRecord(1, Piece(Box((0,), (3,)), 0, 3), 1, 1),
+        PieceRecord(2, Piece(Box((), ()), 0, 1), 2, 1),
+        PieceRecord(0, Piece(Box((0, 0), (4, 2)), 3, 5), 3, 1),
+    ]
+    header = plain_header("steps/00000001-0a0b0c0d", 7, pieces, tensors)
+    text = (
+        '{"__metadata__":{"format":"pt","vescale_ckpt":"steps/00000001-0a0b0c0d writer 7"},'
+        '"w@0,2:4,2":{"dtype":"F32","shape":[4,2],"data_offsets":[0,32]},'
+        '"h\u00e9":{"dtype":"U8","shape":[24],"data_offsets":[32,56]},'
+        '"rank 7: own":{"dtype":"BOOL","shape":[],"data_offsets":[56,57]},'
+        '"w@0,0:4,2:flat:3:5":{"dtype":"F32","shape":[2],"data_offsets":[57,65]}}'
+    ).encode()
+    assert header.data == (4088).to_bytes(8, "little") + text.ljust(4088)
+    assert (header.starts, header.size) == ((4096, 4128, 4152, 4153), 4161)

@@ -26,6 +26,12 @@ from vescale_ckpt._storage.memory import MemoryStorage
 from vescale_ckpt.errors import CorruptionError, FormatError, MissingStepError
 
 
+def marker(**fields: str) -> bytes:
+    value = {"format": 1, "by": "x", **fields}
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return json.dumps({**value, "sha256": hashlib.sha256(text.encode()).hexdigest()}).encode()
+
+
 def test_a_store_keeps_its_id() -> None:
     storage = MemoryStorage("mem://run")
     with pytest.raises(MissingStepError, match=r"^mem://run: no checkpoints here: there is no file vckpt\.json"):
@@ -42,7 +48,7 @@ def test_the_first_of_two_savers_names_the_store(monkeypatch: pytest.MonkeyPatch
     put = storage.put
 
     def late(path: str, data: bytes, *, exclusive: bool = False) -> None:
-        put(path, json.dumps({"format": 1, "by": "", "store": "0123456789abcdef"}).encode())
+        put(path, marker(store="0123456789abcdef"))
         put(path, data, exclusive=exclusive)
 
     monkeypatch.setattr(storage, "put", late)
@@ -54,8 +60,10 @@ def test_the_first_of_two_savers_names_the_store(monkeypatch: pytest.MonkeyPatch
     [
         (b"", "not valid JSON"),
         (b"{}", "format: must be a number"),
-        (b'{"format":1,"by":"x"}', "the key 'store' is missing"),
-        (b'{"format":1,"by":"x","store":"../x"}', "store: must be 8 to 64 lower-case hex digits"),
+        (marker(), "the key 'store' is missing"),
+        (marker(store="../x"), "store: must be 8 to 64 lower-case hex digits"),
+        (b'{"format":1,"by":"x","store":"0123456789abcdef"}', "the key 'sha256' is missing"),
+        (marker(store="0123456789abcdef").replace(b'"x"', b'"y"'), "sha256: must be the digest .* damaged: remove it"),
         (b'{"format":7,"by":"x"}', "format 7 is newer"),
         (b" " * 70_000, "65536|limit|longer"),
     ],
@@ -65,6 +73,17 @@ def test_a_damaged_marker_is_refused_and_not_replaced(data: bytes, message: str)
     with pytest.raises(FormatError, match=message):
         ensure_store(storage)
     assert storage.files()["vckpt.json"] == data
+
+
+def test_any_flipped_bit_of_the_marker_is_found() -> None:
+    storage = MemoryStorage()
+    store = ensure_store(storage)
+    for bit in range(8 * len(storage.files()["vckpt.json"])):
+        storage.flip("vckpt.json", bit)
+        with pytest.raises(FormatError):
+            read_store(storage)
+        storage.flip("vckpt.json", bit)
+    assert read_store(storage) == store
 
 
 def test_a_lease_comes_back_equal() -> None:

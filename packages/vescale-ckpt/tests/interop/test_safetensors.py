@@ -93,7 +93,7 @@ def test_shards_and_index_are_those_of_hugging_face(tmp_path):
             for key in file.keys():  # noqa: SIM118 - not a dict
                 assert index["weight_map"][key] == name
                 assert torch.equal(file.get_tensor(key), layers[key])
-    assert report.skipped == ("step",)
+    assert report.skipped == ()
 
 
 def test_a_tensor_larger_than_a_shard_has_its_own(tmp_path):
@@ -204,3 +204,9 @@ def test_memory_is_bounded_by_blocks(tmp_path, monkeypatch):
     assert len(seen) > 40
     found = load_file(tmp_path / "a.safetensors")
     assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+
+
+def test_values_beside_the_prefix_are_not_told(tmp_path):
+    ck.save(tmp_path / "run", {"model": {"w": torch.ones(2), "n": 3}, "optimizer": {"lr": 0.1, "m": torch.ones(2)}})
+    report = ck.export_safetensors(tmp_path / "run", tmp_path / "out", format="hf")
+    assert (report.tensors, report.skipped) == (1, ("model.n",))

@@ -57,6 +57,17 @@ def test_only_what_is_wanted_is_read(storage):
         ck.load_dict(storage, keys="a.xx")
 
 
+def test_empty_containers_come_back_where_their_own_name_is_wanted(storage):
+    state = {"a": {"x": 1, "none": {}}, "none": [], "deep": {"none": {"none": ()}}, "own": ck.local(5)}
+    ck.save(storage, state, step=1)
+    everything = {"a": {"x": 1, "none": {}}, "none": [], "deep": {"none": {"none": ()}}, "own": 5}
+    assert ck.load_dict(storage) == ck.load_dict(storage, keys="*") == everything
+    assert ck.load_dict(storage, keys="a.x") == {"a": {"x": 1}}
+    assert ck.load_dict(storage, keys="own") == {"own": 5}
+    assert ck.load_dict(storage, keys=["none", "a.*"]) == {"a": {"x": 1, "none": {}}, "none": []}
+    assert ck.load_dict(storage, keys="deep.none.none") == {"deep": {"none": {"none": ()}}}
+
+
 def test_values_of_a_rank(storage):
     ck.save(storage, {"own": ck.local({"pos": 3, "t": torch.arange(200)}), "b": 1}, step=1)
     found = ck.load_dict(storage)

@@ -105,7 +105,14 @@ def test_options_must_be_the_same():
     assert all(isinstance(error, RanksError) and "cast=0" in str(error) for error in found)
 
 
+def test_nothing_is_chosen_only_if_that_is_so_on_all_ranks():
+    for idle in ([True, True, True], [True, False, True]):
+        found = members(3, lambda session, idle=idle: agree(session, Findings(idle=idle[session.rank]), NAMES))
+        assert [verdict.idle for verdict in found] == [all(idle)] * 3
+
+
 def test_alone():
     session = coordinator().session("load")
     verdict = agree(session, Findings(["a"], ["layer1.w"]), NAMES)
-    assert (verdict.problems, verdict.unexpected) == (["a"], ["layer1.w"])
+    assert (verdict.problems, verdict.unexpected, verdict.idle) == (["a"], ["layer1.w"], False)
+    assert agree(session, Findings(idle=True), NAMES).idle

@@ -15,7 +15,7 @@ from vescale_ckpt._coordination import coordinator
 from vescale_ckpt._geometry import Box, Mesh, Rule
 from vescale_ckpt._load import open_checkpoint
 from vescale_ckpt._load.target import Request
-from vescale_ckpt._save.begin import LeaseKeeper, begin
+from vescale_ckpt._save.begin import begin
 from vescale_ckpt._save.finish import Part, finish
 from vescale_ckpt._save.handle import Meter
 from vescale_ckpt._save.options import SaveOptions
@@ -80,7 +80,7 @@ def save_sharded(storage, tensors, world, options=None):
         content = Content(Packed(tree, [(spec.name, None) for spec in specs]), held, [], {})
         names = {number: (spec.name, spec.dtype) for number, spec in enumerate(specs)}
         part = Part(storage, start, specs, tree, None, [], [], assign(specs, content, rank), names, options, None)
-        part.lease = LeaseKeeper(storage, start, options.timeout) if rank == 0 else None
+        part.lease = start.lease(storage, options) if rank == 0 else None
         part.staged, _ = stage(part.tasks, StagingPool(), copy=rank % 2 == 0)
         return finish(part, coordinator(store=store, rank=rank, world=world, timeout=60).session("save"), Meter())
 

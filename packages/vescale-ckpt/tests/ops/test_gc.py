@@ -456,6 +456,69 @@ def test_a_commit_in_the_last_moment_is_seen(store: MemoryStorage) -> None:
     assert outcomes == {True, False}
 
 
+def test_a_save_that_renews_its_lease_in_time_is_spared_or_can_see_the_mark(store: MemoryStorage) -> None:
+    """Its lease had run out. It renews it before each operation in turn, then looks for the mark."""
+    put_lease(store, DEAD, 999.0)
+    store.put(f"{DEAD}/data/w00000-0.pack", b"x")
+    whole = FaultyStorage(copy(store))
+    collect(whole)
+    outcomes = set()
+    for number in range(whole.count):
+        inner = copy(store)
+        marked = []
+
+        def renew(inner: MemoryStorage = inner, marked: list[bool] = marked) -> None:
+            whole_before = f"{DEAD}/data/w00000-0.pack" in inner.files()
+            put_lease(inner, DEAD, 2000.0)
+            marked.append(f"{DEAD}/REMOVED" in inner.files() or not whole_before)
+
+        collect(interrupted(inner, number, renew))
+        outcomes.add(marked[0])
+        if not marked[0]:
+            assert f"{DEAD}/data/w00000-0.pack" in inner.files(), number
+            assert f"{DEAD}/REMOVED" not in inner.files(), number
+    assert outcomes == {True, False}
+
+
+def test_a_lease_that_is_renewed_after_the_mark_takes_it_away(store: MemoryStorage) -> None:
+    put_lease(store, DEAD, 999.0)
+    done = FaultyStorage(copy(store))
+    collect(done)
+    mark = next(o.number for o in done.operations if o.kind == "put" and o.path == f"{DEAD}/REMOVED")
+    report = collect(interrupted(store, mark + 1, lambda: put_lease(store, DEAD, 2000.0)))
+    assert (report.running, report.unfinished) == ([DEAD], [])
+    assert [path for path in store.files() if DEAD in path] == [f"{DEAD}/LEASE"]
+
+
+def test_a_lease_that_runs_out_meanwhile_still_protects_what_it_names(store: MemoryStorage) -> None:
+    """Unless the folder is marked, so that its save cannot be committed any more."""
+    old = step_folder(800, ID)
+    store.put(f"{old}/REMOVED", b"")
+    store.put(f"{old}/data/w00000-0.pack", b"x")
+    put_lease(store, DEAD, 1000.5, old)
+    whole = FaultyStorage(copy(store))
+    collect(whole)
+    outcomes = set()
+    for number in range(whole.count):
+        inner = copy(store)
+        now = [1000.0]
+        inner.clock = lambda now=now: now[0]  # type: ignore[misc]
+        hook = interrupted(inner, number, lambda now=now: now.__setitem__(0, 2000.0))  # type: ignore[misc]
+        collect(hook, clock=lambda now=now: now[0])  # type: ignore[misc]
+        spared = f"{DEAD}/LEASE" in inner.files()
+        outcomes.add(spared)
+        assert spared == (f"{old}/data/w00000-0.pack" in inner.files()), number
+    assert outcomes == {True, False}
+
+
+def test_no_step_goes_because_of_one_that_is_marked(store: MemoryStorage) -> None:
+    """It may be a save that slept, was taken for dead, and takes its commit back in a moment."""
+    folder = next("/".join(path.split("/")[:2]) for path in store.files() if path.startswith("steps/00000003-"))
+    store.put(f"{folder}/REMOVED", b"")
+    assert collect(store).kept == [2, 3]
+    assert collect(store).kept == [3], "the first one took the mark away"
+
+
 def test_threads_that_collect_and_save_for_real(tmp_path: Any) -> None:
     for step in range(3):
         save(tmp_path, step)
@@ -494,3 +557,19 @@ def test_the_kind_of_operations_is_as_expected(store: MemoryStorage) -> None:
     mine = [(o.kind, o.path.partition(folder)[2]) for o in done if folder in o.path]
     assert mine[:3] == [("put", "/REMOVED"), ("remove", "/COMMIT"), ("sync", "")]
     assert mine[-2:] == [("remove", "/REMOVED"), ("remove_folder", "")]
+
+
+def test_a_lease_that_outlived_the_commit_of_its_save_goes_when_it_has_run_out(store: MemoryStorage) -> None:
+    """The saver was killed between its COMMIT and the end of its lease."""
+    folder = next(path.rpartition("/")[0] for path in store.files() if path.endswith("COMMIT") and "00000002" in path)
+    before = store.files()
+    put_lease(store, folder, 1001.0)
+    assert collect(store, None).files == 0, "the saver may be about to remove it"
+    put_lease(store, folder, 999.0)
+    assert collect(store, None, dry_run=True).files == 1
+    assert f"{folder}/LEASE" in store.files()
+    assert collect(store, None).files == 1
+    assert store.files() == before
+    put_lease(store, folder, 1001.0)
+    collect(store, None, break_leases=True)
+    assert store.files() == before

@@ -121,7 +121,7 @@ def test_references_go_to_the_file_that_holds_the_bytes():
 def test_a_new_process_refers_to_the_step_on_storage(tmp_path):
     state = {"w": torch.randn(300, 1024)}
     ck.save(tmp_path, state, fsync=False)
-    forget([ck.open(tmp_path).storage.url])
+    forget()
     assert ck.save(tmp_path, state, fsync=False).bytes_reused == 300 * 1024 * 4
 
 
@@ -133,6 +133,18 @@ def test_equal_content_is_stored_once():
     assert len([path for path in storage.files() if path.startswith("chunks/")]) == 2
     assert ck.save(storage, {"z": block}, dedup="content").bytes_reused == 2**20
     assert same(ck.load_dict(storage)["z"], block)
+
+
+def test_a_shared_chunk_that_no_longer_says_how_it_is_encoded_is_not_referred_to():
+    storage, block = MemoryStorage(), torch.randn(256, 1024)
+    ck.save(storage, {"a": block}, step=1, dedup="content")
+    (path,) = [path for path in storage.files() if path.startswith("chunks/")]
+    storage.flip(path, 0)
+    with pytest.raises(ck.FormatError, match=rf"{path}: .* not known here"):
+        ck.save(storage, {"a": block}, step=2, dedup="content")
+    assert same(ck.load_dict(storage)["a"], block)
+    assert ck.save(storage, {"a": block}, step=2, dedup=None).bytes_reused == 0
+    assert same(ck.load_dict(storage)["a"], block)
 
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 0.84), (torch.bfloat16, 0.68)])
@@ -216,6 +228,18 @@ def test_a_failed_save_leaves_nothing_and_earlier_steps_load():
         ck.save(FaultyStorage(inner, matching(Fail(5), kind="write")), {"w": w + 1}, step=2)
     assert inner.files() == before
     assert same(ck.load_dict(inner)["w"], w)
+
+
+@pytest.mark.parametrize("save", [ck.save, ck.async_save])
+def test_a_save_that_fails_before_it_writes_leaves_nothing(save):
+    class Empty(ck.StagingPool):
+        def take(self, nbytes):
+            raise MemoryError(f"no {nbytes} bytes")
+
+    storage = MemoryStorage()
+    with pytest.raises(MemoryError):
+        save(storage, {"w": torch.zeros(1000).expand(3, 1000)}, pool=Empty())
+    assert list(storage.files()) == ["vckpt.json"]
 
 
 def test_no_lease_stays():

@@ -333,8 +333,11 @@ REFUSED: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
         "MaskedTensor, a tensor class",
     ),
     "meta": (lambda: torch.zeros(2, device="meta"), "on the meta device, which has no data. Materialize it"),
-    "lazy": (lambda: torch.nn.LazyLinear(2).weight, "UninitializedParameter, which has no data"),
-    "lazy buffer": (lambda: torch.nn.parameter.UninitializedBuffer(), "UninitializedBuffer, which has no data"),
+    "lazy": (lambda: torch.nn.LazyLinear(2).weight, "UninitializedParameter of a lazy module, .* Run the module once"),
+    "lazy buffer": (
+        lambda: torch.nn.parameter.UninitializedBuffer(),
+        "UninitializedBuffer of a lazy module, .* Run the module once",
+    ),
     "coo": (lambda: torch.eye(2).to_sparse(), "layout torch.sparse_coo. Save its indices and values"),
     "csr": (lambda: torch.eye(2).to_sparse_csr(), "layout torch.sparse_csr"),
     "quantized": (

@@ -1,9 +1,12 @@
 """Values without tensors: what comes back is equal and of the same class; what cannot come back is refused by name."""
 
 import collections
+import dataclasses
+import datetime
 import enum
 import json
 import math
+import pathlib
 import random
 
 import numpy
@@ -29,6 +32,11 @@ ELEMENTS = st.recursive(
     lambda inner: st.one_of(st.tuples(inner), st.frozensets(inner, max_size=3)),
     max_leaves=4,
 )
+
+
+@dataclasses.dataclass
+class Spot:
+    x: int
 
 
 def through_json(node):
@@ -81,6 +89,9 @@ def test_values_come_back(value):
         frozenset({(1, ("a", b"b")), frozenset({1.5})}),
         {torch.float32, torch.int8},
         {math.inf},
+        collections.Counter([7, 3, 3, "a", (1, 2.5)]),
+        collections.Counter({"gone": -2, "zero": 0}),
+        collections.Counter(),
     ],
     ids=str,
 )
@@ -137,14 +148,20 @@ Point = collections.namedtuple("Point", "x y")
         (Custom(), "state_dict and load_state_dict"),
         (Custom, "state_dict and load_state_dict"),
         (len, "state_dict and load_state_dict"),
-        (Color.RED, r"int\(...\), or take .value"),
+        (Color.RED, r"take its \.value"),
+        (datetime.datetime(2026, 1, 1), "isoformat"),
+        (datetime.timedelta(1), "total_seconds"),
+        (pathlib.Path("a"), r"str\(\.\.\.\)"),
+        (Spot(1), r"dataclasses\.asdict\(\.\.\.\)"),
         (Text("a"), r"str\(\.\.\.\)"),
         (Point(1, 2), r"tuple\(\.\.\.\)"),
         (collections.deque([1]), r"list\(\.\.\.\)"),
         (range(3), r"list\(\.\.\.\)"),
         (bytearray(b"a"), r"bytes\(\.\.\.\)"),
         (memoryview(b"a"), r"bytes\(\.\.\.\)"),
-        (collections.Counter("a"), r"dict\(\.\.\.\)"),
+        (collections.Counter(a=1.5), r"has the count 1\.5, which is no int"),
+        (collections.Counter(a=True), "has the count True"),
+        (collections.ChainMap({}), "save the numbers"),
         (collections.defaultdict(int), r"dict\(\.\.\.\)"),
         (torch.Generator(), r"get_state\(\)"),
         (numpy.datetime64(1, "s"), "save the numbers"),
@@ -249,6 +266,15 @@ def test_what_is_no_key_is_refused(node):
         ("$set", [{}]),
         ("$set", [{"$tuple": 5}]),
         ("$frozenset", None),
+        ("$counter", {"a": 1}),
+        ("$counter", ["ab"]),
+        ("$counter", [["a"]]),
+        ("$counter", [["a", 1.0]]),
+        ("$counter", [["a", True]]),
+        ("$counter", [["a", 1], ["a", 2]]),
+        ("$counter", [[["a"], 1]]),
+        ("$counter", [[1, 1], [True, 2]]),
+        ("$counter", [["a", 1 << 4097]]),
         ("$size", [-1]),
         ("$size", [1.0]),
         ("$size", [True]),

@@ -11,6 +11,7 @@ import pytest
 
 fsspec = pytest.importorskip("fsspec")
 
+from vescale_ckpt._storage import identity_of  # noqa: E402
 from vescale_ckpt._storage.fsspec_storage import READ_BLOCK, FsspecStorage, _modified  # noqa: E402
 from vescale_ckpt._storage.retry import Retry  # noqa: E402
 from vescale_ckpt.errors import CorruptionError, StorageError  # noqa: E402
@@ -315,3 +316,16 @@ def test_listings_are_never_those_of_a_cache(storage: FsspecStorage, monkeypatch
     with pytest.raises(FileNotFoundError):
         storage.get("b", 1)
     assert dropped == [f"{storage.root}/a", f"{storage.root}/b"]
+
+
+def test_one_place_is_one_store_however_its_url_is_written() -> None:
+    name = uuid.uuid4()
+    same = [f"memory://{name}/run", f"memory:///{name}/run", f"memory://{name}/run/"]
+    assert len({identity_of(FsspecStorage(url)) for url in same}) == 1
+    others = [
+        same[0],
+        f"memory://{name}/run2",
+        f"simplecache::memory://{name}/run",
+        f"simplecache::memory://{name}/run2",
+    ]
+    assert len({identity_of(FsspecStorage(url)) for url in others}) == 4

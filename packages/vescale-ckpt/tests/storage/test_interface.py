@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vescale_ckpt._storage.interface import as_bytes, check_folder_to_remove, check_path, leftovers
+from vescale_ckpt._storage.interface import as_bytes, check_folder_to_remove, check_path, identity_of, leftovers
 from vescale_ckpt.errors import FormatError
-from vescale_ckpt.testing import MemoryStorage
+from vescale_ckpt.testing import FaultyStorage, MemoryStorage
 
 
 @pytest.mark.parametrize(
@@ -81,3 +81,17 @@ def test_buffers_become_bytes_without_a_copy() -> None:
     assert view.shape == (12,)
     with pytest.raises(TypeError):
         as_bytes([memoryview(data)[::2]])
+
+
+def test_storages_are_told_apart_by_what_they_hold_and_not_by_their_url():
+    one, other = MemoryStorage("mine://run"), MemoryStorage("mine://run")
+    assert identity_of(one) != identity_of(other)
+    assert identity_of(FaultyStorage(FaultyStorage(one))) == identity_of(one)
+    assert MemoryStorage().url != MemoryStorage().url
+
+
+def test_a_storage_of_a_plugin_is_told_by_its_url():
+    class Theirs:
+        url = "theirs://bucket"
+
+    assert identity_of(Theirs()) == "theirs://bucket"

@@ -3,6 +3,7 @@
 import errno
 import os
 import resource
+import shutil
 import stat
 import subprocess
 import sys
@@ -404,9 +405,46 @@ def test_a_root_with_the_name_of_another_as_its_beginning_is_another(tmp_path: P
         storage.get("f", 9)
 
 
-def test_free_bytes_are_those_of_the_file_system(tmp_path: Path) -> None:
+def test_free_bytes_are_those_of_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vescale_ckpt._storage.space.MOUNTS", "")  # as if it did not compress
     about = os.statvfs(tmp_path)
     free = LocalStorage(tmp_path / "not" / "there").free_bytes()
     assert free is not None
     assert 0 < free <= about.f_blocks * about.f_frsize
     assert not (tmp_path / "not").exists()
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="no folder that takes no folders")
+def test_a_folder_that_takes_no_folders_is_an_error() -> None:
+    with pytest.raises(StorageError, match="/proc/none"):
+        LocalStorage("/proc/none").put("a/b", b"x")
+
+
+@pytest.mark.parametrize(("call", "exclusive"), [("link", True), ("replace", False), ("open", False), ("open", True)])
+def test_a_folder_that_goes_while_a_file_is_put_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, exclusive: bool
+) -> None:
+    storage = LocalStorage(tmp_path)
+    original, left = getattr(os, call), [1]
+
+    def once_too_late(*args: Any, **options: Any) -> Any:
+        if left and "a" in os.listdir(tmp_path):
+            left.pop()
+            shutil.rmtree(tmp_path / "a")
+        return original(*args, **options)
+
+    monkeypatch.setattr(os, call, once_too_late)
+    storage.put("a/f", b"x", exclusive=exclusive)
+    monkeypatch.undo()
+    assert not left
+    assert (tmp_path / "a" / "f").read_bytes() == b"x"
+    assert os.listdir(tmp_path / "a") == ["f"]
+
+
+def test_a_folder_that_others_keep_removing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*args: Any, **options: Any) -> Any:
+        raise FileNotFoundError(errno.ENOENT, "gone")
+
+    monkeypatch.setattr(os, "replace", never)
+    with pytest.raises(StorageError, match="others keep removing its folder"):
+        LocalStorage(tmp_path).put("a/f", b"x")

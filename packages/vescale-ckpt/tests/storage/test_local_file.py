@@ -4,6 +4,7 @@ import errno
 import itertools
 import os
 import threading
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vescale_ckpt._storage.local import LocalStorage
-from vescale_ckpt._storage.local_file import IOV_MAX, transfer_all, write_all
+from vescale_ckpt._storage.local_file import IOV_MAX, SLICE_BYTES, transfer_all, write_all
 from vescale_ckpt.errors import CorruptionError, StorageError
 
 
@@ -190,3 +191,26 @@ def test_write_all_writes_at_the_offset(tmp_path: Path) -> None:
         write_all(file.fileno(), 3, [memoryview(b"abc"), memoryview(b"de")])
         write_all(file.fileno(), 0, [])
     assert (tmp_path / "f").read_bytes() == b"\0\0\0abcde"
+
+
+@pytest.mark.parametrize("size", [0, 1, SLICE_BYTES, 2 * SLICE_BYTES + 77])
+def test_a_checked_read_returns_the_crc(tmp_path: Path, size: int) -> None:
+    data = os.urandom(size + 10)
+    (tmp_path / "f").write_bytes(data)
+    source = LocalStorage(tmp_path).open("f")
+    back = bytearray(size)
+    assert source.read_checked(3, memoryview(back)) == zlib.crc32(data[3 : 3 + size])
+    assert back == data[3 : 3 + size]
+    for offset in (-1, 11):
+        with pytest.raises(CorruptionError, match="f"):
+            source.read_checked(offset, memoryview(back))
+    source.close()
+
+
+def test_a_checked_read_of_a_file_that_became_shorter(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(bytes(3 * SLICE_BYTES))
+    source = LocalStorage(tmp_path).open("f")
+    os.truncate(tmp_path / "f", SLICE_BYTES + 5)
+    with pytest.raises(CorruptionError, match=str(SLICE_BYTES + 5)):
+        source.read_checked(0, memoryview(bytearray(3 * SLICE_BYTES)))
+    source.close()

@@ -13,7 +13,7 @@ from .zstd import Zstd
 
 __all__ = ["Registry", "codec", "codec_names", "reset"]
 
-_NAME = re.compile(r"[a-z][a-z0-9_.-]{0,31}")
+_NAME = re.compile(r"[a-z][a-z0-9_.-]{0,15}")  # shared chunks have 16 bytes for the name of theirs
 _RESERVED = ("raw", "auto")
 
 _lock = threading.Lock()
@@ -30,7 +30,7 @@ class Registry:
         """Add a codec.
 
         Args:
-            name: 1 to 32 of a-z, 0-9, "_", ".", "-", a letter first; not taken, not "raw" or "auto".
+            name: 1 to 16 of a-z, 0-9, "_", ".", "-", a letter first; not taken, not "raw" or "auto".
             codec: has the members of `Codec`.
 
         Raises:
@@ -39,7 +39,7 @@ class Registry:
         """
         if not isinstance(name, str) or not _NAME.fullmatch(name) or name in _RESERVED:
             raise ValueError(
-                f'name = {name!r}: a codec is named by 1 to 32 of a-z, 0-9, "_", ".", "-", a letter first, '
+                f'name = {name!r}: a codec is named by 1 to 16 of a-z, 0-9, "_", ".", "-", a letter first, '
                 f"and not {' or '.join(_RESERVED)}"
             )
         if name in self.codecs:

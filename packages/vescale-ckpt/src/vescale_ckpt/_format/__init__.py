@@ -3,19 +3,7 @@
 from __future__ import annotations
 
 from .chunks import Chunk, ChunkTable, FileRecord
-from .commit import (
-    Commit,
-    Committed,
-    Problem,
-    bases_in,
-    bases_of,
-    committed,
-    find,
-    newest,
-    problems,
-    read_commit,
-    read_manifest,
-)
+from .commit import Commit, Committed, bases_in, bases_of, read_commit, read_manifest
 from .cover import check_cover
 from .index import Index, PieceRecord
 from .layouts import layouts_from_json, layouts_to_json
@@ -23,6 +11,7 @@ from .lease import Lease
 from .limits import FORMAT, INLINE_BYTES, ITEMSIZE, MAX_STEP
 from .manifest import LOCAL, Manifest, TensorRecord, WriterRecord
 from .paths import chunk_path, data_path, index_path, parse_step_folder, step_folder, step_path
+from .steps import Problem, StepFolders, committed, find, newest, problems
 from .store import ensure_store, read_index, read_store
 
 __all__ = [
@@ -41,6 +30,7 @@ __all__ = [
     "Manifest",
     "PieceRecord",
     "Problem",
+    "StepFolders",
     "TensorRecord",
     "WriterRecord",
     "bases_in",

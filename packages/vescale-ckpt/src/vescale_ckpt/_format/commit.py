@@ -1,4 +1,4 @@
-"""What makes a step exist: its COMMIT file. Listing steps, finding one, and telling what else lies about."""
+"""What makes a step exist: its COMMIT file; and the manifest that it vouches for."""
 
 from __future__ import annotations
 
@@ -10,23 +10,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._storage import Storage
-from ..errors import CorruptionError, FormatError, MissingStepError, StorageError
-from .fields import Fields, NewerFormatError, by, check_format
+from ..errors import CorruptionError, FormatError, MissingStepError
+from .fields import Fields, by, check_format
 from .jsonio import dumps, loads, refuse
 from .limits import COMMIT_BYTES, FORMAT, MANIFEST_BYTES, MAX_STEP
 from .manifest import Manifest
-from .paths import COMMIT, MANIFEST, SAVE_ID, STEPS, parse_step_folder, step_path
+from .paths import COMMIT, MANIFEST, SAVE_ID, parse_step_folder, step_path
 
 __all__ = [
     "Commit",
     "Committed",
-    "Problem",
     "bases_in",
     "bases_of",
-    "committed",
-    "find",
-    "newest",
-    "problems",
+    "digest_of_fields",
     "read_commit",
     "read_manifest",
 ]
@@ -61,7 +57,7 @@ class Commit:
             FormatError: a reader would refuse it.
         """
         value = {"format": FORMAT, "by": by(), **{name: getattr(self, name) for name in self.__slots__}}
-        data = dumps({**value, "sha256": _digest(value)}, COMMIT)
+        data = dumps({**value, "sha256": digest_of_fields(value)}, COMMIT)
         Commit.from_bytes(data)
         return data
 
@@ -85,12 +81,12 @@ class Commit:
             fields.integer("chunks"),
         )
         said = fields.text("sha256", _SHA256, "64 lower-case hex digits")
-        if said != _digest({key: entry for key, entry in value.items() if key != "sha256"}):
+        if said != digest_of_fields({key: entry for key, entry in value.items() if key != "sha256"}):
             refuse(fields.at("sha256"), said, "must be the digest of the other fields; the file is damaged")
         return commit
 
 
-def _digest(fields: dict[str, Any]) -> str:
+def digest_of_fields(fields: dict[str, Any]) -> str:
     """Return the SHA-256 of the other fields, as JSON with sorted keys and without spaces."""
     return hashlib.sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
@@ -113,67 +109,6 @@ class Committed:
     def step(self) -> int:
         """Step of the training."""
         return self.commit.step
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """Something below `steps/` that is no sound step."""
-
-    name: str
-    """Name of the file or folder below `steps/`."""
-    kind: str
-    """What: "junk" is not a step's folder; "unfinished" has no COMMIT; a damaged "commit" or "manifest"; or "newer"."""
-    text: str
-    """What is wrong."""
-
-
-def committed(storage: Storage) -> list[Committed]:
-    """Return the steps that exist, sorted by step, generation and save id; broken and half-written ones are not there.
-
-    Raises:
-        StorageError: the storage failed.
-    """
-    return _scan(storage)[0]
-
-
-def newest(steps: list[Committed]) -> list[Committed]:
-    """Return of each step the newest generation, sorted by step.
-
-    Args:
-        steps: as `committed` returns them.
-    """
-    return list({entry.step: entry for entry in steps}.values())
-
-
-def find(storage: Storage, step: int | str = "latest") -> Committed:
-    """Return a step: its newest generation.
-
-    Args:
-        storage: the store.
-        step: number of the step, "latest", or the folder of a step, with or without `steps/`.
-
-    Raises:
-        MissingStepError: there is no such step; the message lists those that are there.
-        FormatError: it was written in a newer format; the message says what to install.
-    """
-    steps, others = _scan(storage)
-    if isinstance(step, str) and step != "latest":
-        chosen = [entry for entry in steps if entry.folder == step_path(step)]
-    else:
-        chosen = [entry for entry in newest(steps) if step in ("latest", entry.step)]
-    for problem in others:
-        number = (parse_step_folder(problem.name) or (-1, ""))[0]
-        wanted = step in (problem.name, number) or (step == "latest" and (not chosen or number >= chosen[-1].step))
-        if problem.kind == "newer" and wanted:  # an older one in its place would be a silent surprise
-            raise FormatError(problem.text)
-    if chosen:
-        return chosen[-1]
-    there = sorted({entry.step for entry in steps})
-    some = ", ".join(map(str, there[-16:])) if there else "none"
-    some = f"..., {some}" if len(there) > 16 else some
-    text = "no committed checkpoint" if step == "latest" else f"no committed checkpoint of step {step}"
-    left_out = "".join(f"\n  {problem.name}: {problem.text}" for problem in others[:8])
-    raise MissingStepError(f"{storage.url}: {text}; there are: {some}." + (f" Left out:{left_out}" if left_out else ""))
 
 
 def read_commit(storage: Storage, folder: str) -> Committed:
@@ -255,21 +190,6 @@ def bases_in(manifest: Manifest) -> tuple[str, ...]:
     return tuple(bases)
 
 
-def problems(storage: Storage) -> list[Problem]:
-    """Return what lies below `steps/` and is no sound step: junk, unfinished saves, broken commits and manifests.
-
-    Raises:
-        StorageError: the storage failed.
-    """
-    steps, found = _scan(storage)
-    for entry in steps:
-        try:
-            read_manifest(storage, entry)
-        except (CorruptionError, FormatError) as error:
-            found.append(Problem(entry.name, "manifest", str(error)))
-    return sorted(found, key=lambda problem: problem.name)
-
-
 def check_digest(data: bytes, sha256: str, size: int, at: str, by_whom: str) -> None:
     """Raise CorruptionError unless `data` is what another file says that it is."""
     actual = hashlib.sha256(data).hexdigest()
@@ -278,25 +198,3 @@ def check_digest(data: bytes, sha256: str, size: int, at: str, by_whom: str) -> 
             f"{at}: {len(data)} bytes with SHA-256 {actual[:16]}..., but {by_whom} says {size} bytes with "
             f"{sha256[:16]}...: the file is damaged."
         )
-
-
-def _scan(storage: Storage) -> tuple[list[Committed], list[Problem]]:
-    steps, others = [], []
-    for entry in storage.list(STEPS):
-        parsed = parse_step_folder(entry.name)
-        if parsed is None or not entry.is_folder:
-            others.append(Problem(entry.name, "junk", "not the folder of a step"))
-            continue
-        folder = step_path(entry.name)
-        try:
-            steps.append(read_commit(storage, folder))
-        except MissingStepError:
-            others.append(Problem(entry.name, "unfinished", "no COMMIT: being saved, or never finished"))
-        except FormatError as error:
-            others.append(Problem(entry.name, "newer" if isinstance(error, NewerFormatError) else "commit", str(error)))
-        except StorageError as error:
-            if not any(name.name == COMMIT and name.is_folder for name in storage.list(folder)):
-                raise
-            others.append(Problem(entry.name, "commit", str(error)))
-    steps.sort(key=lambda step: (step.step, step.commit.generation, step.commit.save_id))
-    return steps, others

@@ -8,12 +8,14 @@ from .limits import MAX_STEP
 
 __all__ = [
     "CHUNKS",
+    "CHUNKS_GO",
     "COMMIT",
     "DATA_PATH",
     "LEASE",
     "MANIFEST",
     "MARKER",
     "PIN",
+    "REMOVED",
     "SAVE_ID",
     "STEPS",
     "chunk_path",
@@ -27,10 +29,14 @@ __all__ = [
 MARKER = "vckpt.json"
 STEPS = "steps"
 CHUNKS = "chunks"
+CHUNKS_GO = "gc-chunks-"
+"""Files at the root begin with this while a garbage collection removes shared chunks."""
 MANIFEST = "manifest.json"
 COMMIT = "COMMIT"
 LEASE = "LEASE"
 PIN = "PIN"
+REMOVED = "REMOVED"
+"""In the folder of a step that is being removed, or of which only data is left that later steps refer to."""
 
 SAVE_ID = re.compile(r"[0-9a-f]{8,64}", re.ASCII)
 DATA_PATH = re.compile(

@@ -14,10 +14,21 @@ from typing import Any
 from .._geometry import Piece
 from ..errors import FormatError
 from .fields import Fields, integers, shape_of
+from .index import PieceRecord
 from .jsonio import dumps, loads, refuse, short
 from .limits import ITEMSIZE, UINT63
 
-__all__ = ["CODES", "READ", "Header", "StoredTensor", "header_bytes", "header_length", "part_name", "read_header"]
+__all__ = [
+    "CODES",
+    "READ",
+    "Header",
+    "StoredTensor",
+    "header_bytes",
+    "header_length",
+    "part_name",
+    "plain_header",
+    "read_header",
+]
 
 ALIGN = 4096
 MAX_HEADER = 100_000_000
@@ -149,6 +160,29 @@ def header_bytes(
         raise FormatError(f"safetensors header: {len(text)} bytes for {len(tensors)} tensors; at most {MAX_HEADER}.")
     begin = 8 + len(text)
     return Header(struct.pack("<Q", len(text)) + text, tuple(begin + start for start in starts), begin + end)
+
+
+def plain_header(
+    folder: str, writer: int, pieces: Sequence[PieceRecord], tensors: Mapping[int, tuple[str, str, tuple[int, ...]]]
+) -> Header:
+    """Return the header of a writer's file in the plain layout, which follows byte by byte from what its index says.
+
+    Args:
+        folder: of the step, relative to the store.
+        writer: its number.
+        pieces: what the file holds, in this order.
+        tensors: per tensor number its name, dtype and shape; names of a writer's own tensors begin with "rank N: ".
+
+    Raises:
+        FormatError: as `header_bytes`.
+    """
+    rows = []
+    for record in pieces:
+        name, dtype, shape = tensors[record.tensor]
+        piece = record.piece
+        stored = piece.box.shape if piece.numel == piece.box.numel else (piece.numel,)
+        rows.append((part_name(name, piece, shape), dtype, stored, piece.numel * ITEMSIZE[dtype]))
+    return header_bytes(rows, {"format": "pt", "vescale_ckpt": f"{folder} writer {writer}"})
 
 
 def header_length(first: bytes, file_bytes: int, at: str = "safetensors") -> int:

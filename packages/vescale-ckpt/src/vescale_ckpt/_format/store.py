@@ -7,10 +7,10 @@ import secrets
 
 from .._storage import Storage
 from ..errors import CorruptionError, FormatError, MissingStepError
-from .commit import Committed, check_digest
+from .commit import Committed, check_digest, digest_of_fields
 from .fields import Fields, by, check_format
 from .index import Index
-from .jsonio import dumps, loads
+from .jsonio import dumps, loads, refuse
 from .limits import COMMIT_BYTES, FORMAT, INDEX_BYTES
 from .manifest import Manifest
 from .paths import MANIFEST, MARKER, index_path
@@ -33,7 +33,7 @@ def ensure_store(storage: Storage) -> str:
     except MissingStepError:
         pass
     try:
-        storage.put(MARKER, dumps(value, MARKER), exclusive=True)
+        storage.put(MARKER, dumps({**value, "sha256": digest_of_fields(value)}, MARKER), exclusive=True)
     except FileExistsError:  # another saver was first
         return read_store(storage)
     return str(value["store"])
@@ -54,7 +54,15 @@ def read_store(storage: Storage) -> str:
         raise MissingStepError(f"{storage.url}: no checkpoints here: there is no file {MARKER}.") from None
     value = loads(data, at, COMMIT_BYTES)
     check_format(value, at)
-    return Fields(value, at, "format by store").text("store", _STORE, "8 to 64 lower-case hex digits")
+    fields = Fields(value, at, "format by store sha256")
+    store = fields.text("store", _STORE, "8 to 64 lower-case hex digits")
+    said = fields.value("sha256")
+    if said != digest_of_fields({key: entry for key, entry in value.items() if key != "sha256"}):
+        rule = (
+            "must be the digest of the other fields; the file is damaged: remove it, and the next save writes another"
+        )
+        refuse(fields.at("sha256"), said, rule)
+    return store
 
 
 def read_index(storage: Storage, step: Committed | str, manifest: Manifest, writer: int) -> Index:

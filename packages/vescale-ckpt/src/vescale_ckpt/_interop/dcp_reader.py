@@ -79,7 +79,7 @@ class VescaleReader(StorageReader):
         """Return what the step holds. Each tensor is one chunk for DCP, of which any box can be read."""
         self._close()
         storage = open_storage(self._path)
-        wait_for(storage.url)
+        wait_for(storage)
         checkpoint = self._checkpoint = open_checkpoint(storage, self._asked, threads=self._threads)
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         state = _for_planner(checkpoint.tree(rank if rank < checkpoint.manifest.world else None))

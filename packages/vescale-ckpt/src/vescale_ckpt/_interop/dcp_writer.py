@@ -24,10 +24,11 @@ from torch.futures import Future
 from .. import _state
 from .._geometry import Piece, normal
 from .._save.base import Base, load_base, recall, remember
-from .._save.begin import LeaseKeeper, Start, begin
+from .._save.begin import Start, begin
 from .._save.finish import Part, commit, write_part
 from .._save.handle import Meter, SaveInfo
 from .._save.options import SaveOptions
+from .._save.plan import total_bytes
 from .._save.running import wait_for
 from .._save.save import _check_metadata, _check_step, _clean_up
 from .._save.stage import Task, stage
@@ -122,7 +123,7 @@ class VescaleWriter(StorageWriter):
             )
         self._meter = Meter()
         self._storage = open_storage(self._path, fsync=self._fsync)
-        wait_for(self._storage.url)
+        wait_for(self._storage)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Leave the plan as it is."""
@@ -137,8 +138,8 @@ class VescaleWriter(StorageWriter):
         self._part = None
         whole = self._whole = whole_of(plans)
         step = self._step if self._step is not None else self._asked
-        start = begin(storage, step, options, (tuple(range(len(plans))),))
-        lease = LeaseKeeper(storage, start, options.timeout)
+        start = begin(storage, step, options, (tuple(range(len(plans))),), total_bytes(whole.specs))
+        lease = start.lease(storage, options)
         self._part = Part(storage, start, whole.specs, None, self._metadata, [], [], [], {}, options, None, lease=lease)
         told = []
         for writer, plan in enumerate(whole.plans):
@@ -185,7 +186,7 @@ class VescaleWriter(StorageWriter):
             lease=own.lease if own is not None else None,
         )
         if start.base is not None:
-            part.base = recall(storage.url, writer, world, start.base) or load_base(storage, start.base, writer, world)
+            part.base = recall(start.store, writer, world, start.base) or load_base(storage, start.base, writer, world)
         pool = default_pool()
         part.staged, buffers = stage(tasks, pool, copy=False)
         try:
@@ -196,7 +197,7 @@ class VescaleWriter(StorageWriter):
         if self._options.dedup_mode == "position":
             base = Base(start.folder)
             base.add(index, names, self._options.chunk_bytes)
-            remember(storage.url, writer, world, base)
+            remember(start.store, writer, world, base)
         if own is not None:
             own.content = part.content
         results = [WriteResult(item.index, 0, None) for item in plan.items]

@@ -91,7 +91,7 @@ def export_safetensors(
             dict with a dict "model", else nothing.
         max_shard_bytes: bytes of a shard in a folder, such as "5GB"; None: never cut. A larger tensor has its own one.
         metadata: strings for the headers.
-        values: what becomes of leaves that are no tensors: "skip" lists them in the report, "error" refuses.
+        values: what becomes of leaves below `prefix` that are no tensors: "skip" tells them in the report, or "error".
         overwrite: replace what is at `out`.
         verify: check the checksums of all that is read.
         progress: called with (bytes done, bytes of all).
@@ -109,10 +109,10 @@ def export_safetensors(
         >>> import tempfile
         >>> from vescale_ckpt import save
         >>> folder = tempfile.mkdtemp()
-        >>> _ = save(f"{folder}/run", {"model": {"w": torch.ones(2, 3)}, "step": 3})
+        >>> _ = save(f"{folder}/run", {"model": {"w": torch.ones(2, 3), "name": "a"}, "step": 3})
         >>> report = export_safetensors(f"{folder}/run", f"{folder}/hf", format="hf")
         >>> report.tensors, report.skipped
-        (1, ('step',))
+        (1, ('model.name',))
         >>> from safetensors.torch import load_file
         >>> load_file(f"{folder}/hf/model.safetensors")["w"].shape
         torch.Size([2, 3])
@@ -130,7 +130,8 @@ def export_safetensors(
         leaves = leaves_to_export(checkpoint, keys)
         prefix = _prefix_of(checkpoint, leaves) if prefix is None and format == "hf" else prefix or ""
         rows, tied = _rows(checkpoint, leaves, rename, prefix, dtype, format == "hf")
-        skipped = refuse_values(leaves.values, values, "safetensors")
+        inside = [name for name in leaves.values if name.startswith(prefix)]
+        skipped = refuse_values(inside, values, "safetensors")
         shards = [rows] if single or limit is None else _shards(rows, limit)
         files = [target] if single else [target / name for name in _shard_names(len(shards))]
         total, done = sum(row.nbytes for row in rows), 0

@@ -20,10 +20,11 @@ from .._coordination.single import Alone
 from .._format import TensorRecord
 from .._geometry import Box, Explicit, Layout, Mesh, Piece, Rule, normal
 from .._save.base import load_base, recall
-from .._save.begin import LeaseKeeper, begin
+from .._save.begin import begin
 from .._save.finish import Part, finish
 from .._save.handle import Meter, SaveInfo
 from .._save.options import SaveOptions
+from .._save.plan import total_bytes
 from .._save.running import wait_for
 from .._save.save import _check_metadata, _check_step, _clean_up
 from .._save.stage import Staged, Task
@@ -140,7 +141,7 @@ def save_stream(
     _check_step(step)
     _check_metadata(metadata)
     storage = open_storage(path)
-    wait_for(storage.url)
+    wait_for(storage)
     packed, meter = _state.pack(state), Meter()
     if packed.local:
         raise FormatError(f"state: {packed.local_names[0]} is a value of one rank, which an import cannot have.")
@@ -150,7 +151,7 @@ def save_stream(
         for (name, _), source in zip(packed.tensors, found, strict=True)
     ]
     names = {number: (spec.name, spec.dtype) for number, spec in enumerate(specs)}
-    start = begin(storage, step, options, ((0,),))
+    start = begin(storage, step, options, ((0,),), total_bytes(specs))
     part = Part(
         storage,
         start,
@@ -163,11 +164,11 @@ def save_stream(
         names,
         options,
         None,
-        lease=LeaseKeeper(storage, start, options.timeout),
+        lease=start.lease(storage, options),
     )
     try:
         if start.base is not None:
-            part.base = recall(storage.url, 0, 1, start.base) or load_base(storage, start.base, 0, 1)
+            part.base = recall(start.store, 0, 1, start.base) or load_base(storage, start.base, 0, 1)
         part.staged = list(_stage(found, options, progress))
         part.tasks = [item.task for item in part.staged]
         meter.total = sum(task.nbytes for task in part.tasks)

@@ -205,7 +205,7 @@ def chosen_items(checkpoint: Checkpoint, keys: Keys) -> tuple[_state.Item, tuple
                 item.number += count
                 kept.add(id(item))
         kept.add(id(leaf))
-    if not _prune(root, kept) and names:
+    if not _prune(root, kept, wanted) and names:
         raise MismatchError(f"keys: none of the {len(names)} keys of step {checkpoint.step} is wanted by {keys!r}.")
     return root, tuple(skipped)
 

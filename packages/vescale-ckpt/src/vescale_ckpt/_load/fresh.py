@@ -41,7 +41,8 @@ def load_dict(
         path: the store.
         step: number of the step, or "latest".
         keys: pattern or patterns of names ("model.*"), or a function of a name; only these leaves are loaded, and
-            containers without any are left out; in lists and tuples None stands for what is left out. None: all.
+            containers without any are left out, but for empty ones whose own name is wanted; in lists and tuples None
+            stands for what is left out. None: all.
         device: of the tensors; None: the CPU.
         verify: check the checksums.
         rank: whose own values (`local`) are filled in; None: rank 0's if one rank saved, else they are left out.
@@ -62,7 +63,7 @@ def load_dict(
         ({'model': {'w': tensor([1., 1.])}, 'step': 3}, {'step': 3})
     """
     storage = open_storage(path)
-    wait_for(storage.url)
+    wait_for(storage)
     with open_checkpoint(storage, step, threads=threads) as checkpoint:
         manifest = checkpoint.manifest
         root = _state.parse(manifest.tree, len(manifest.tensors))
@@ -72,7 +73,7 @@ def load_dict(
         rank = 0 if rank is None and manifest.world == 1 else rank
         if rank is None:
             kept -= {id(leaf) for leaf in _state.leaves_of(root) if leaf.kind == "local"}
-        if not _prune(root, kept) and names:
+        if not _prune(root, kept, wanted) and names:
             near = difflib.get_close_matches(keys, names.values(), 3) if isinstance(keys, str) else []
             hint = f"; near are {', '.join(near)}" if near else ""
             raise MismatchError(f"keys: none of the {len(names)} keys of step {checkpoint.step} is wanted{hint}.")
@@ -115,14 +116,22 @@ def read_local(checkpoint: Any, rank: int, slot: int, requests: list[Request]) -
     return _state.unpack(node, tensor, lambda _: None, tensors=len(records), locals=0)
 
 
-def _prune(item: _state.Item, kept: set[int]) -> bool:
-    """Drop leaves that are not wanted, and containers in which none is; tell whether anything is left."""
+def _prune(item: _state.Item, kept: set[int], wanted: Callable[[str], bool]) -> bool:
+    """Drop what is not wanted; tell whether anything is left.
+
+    Args:
+        item: what to look through.
+        kept: ids of the leaves that stay; containers stay in which one is.
+        wanted: tells by its name whether a container stays that was saved with nothing in it.
+    """
     if item.kind in _state.LEAVES:
         return id(item) in kept
-    left = [(key, child) for key, child in item.children if _prune(child, kept)]
+    if not item.children:
+        return wanted(".".join(map(str, item.path)))
+    left = [(key, child) for key, child in item.children if _prune(child, kept, wanted)]
     lost = len(left) < len(item.children)
     if lost and left and item.kind in ("list", "tuple"):  # the others keep their places
         there = dict(left)
         left = [(key, there.get(key, _state.Item("value", child.path))) for key, child in item.children]
     item.children = left
-    return bool(left) or not lost
+    return bool(left)

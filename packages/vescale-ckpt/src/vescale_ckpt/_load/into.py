@@ -100,7 +100,8 @@ def load(
             has is put there.
         step: number of the step, or "latest".
         strict: False stands for `missing="keep", unexpected="ignore"`.
-        keys: pattern or patterns of names in the state ("model.*"), or a function; only these are loaded.
+        keys: pattern or patterns of names in the state ("model.*"), or a function; only these are loaded, and that no
+            name is wanted on any rank is an error.
         rename: from a name of the state to that of the checkpoint: a mapping, a list of (regular expression,
             replacement), or a function.
         cast: convert tensors whose dtype differs; else that is an error.
@@ -121,6 +122,7 @@ def load(
         MissingStepError: there is no such step.
         MismatchError: the state and the checkpoint do not go together; lists everything. Nothing was written.
         CorruptionError: the checkpoint is damaged; names the tensors.
+        StateError: an object did not take its state; the state is partly loaded, as the message says.
         RanksError: another rank failed.
 
     Example:
@@ -147,7 +149,7 @@ def load(
     misfit: CheckpointError | None = None
     try:
         storage = open_storage(path)
-        wait_for(storage.url)
+        wait_for(storage)
         opened = open_together(storage, step, session, threads)
         if isinstance(opened, CheckpointError):
             misfit = opened
@@ -239,8 +241,8 @@ class _Job:
                 yield f"{name}: {spec.dtype}, in the checkpoint {record.dtype}; pass cast=True to convert"
             elif not torch.can_cast(_state.dtype_of(record.dtype), _state.dtype_of(spec.dtype)):
                 yield f"{name}: {spec.dtype}, in the checkpoint {record.dtype}, which cannot be converted to that"
-        if any(step == 0 and size > 1 for _, v in held.parts for step, size in zip(v.stride(), v.shape, strict=True)):
-            yield f"{name}: an expanded tensor, of which elements share memory; clone() it first"
+        if any(_state.shares_elements(view) for _, view in held.parts):
+            yield f"{name}: a tensor of which elements share memory, as expand() and unfold() make it; clone() it first"
 
     def _find_locals(self, local: str | Callable[[str, list[Any], int, int], Any]) -> None:
         """Find the values of ranks that cannot be filled in."""
@@ -276,8 +278,11 @@ class _Job:
         groups = {share.key: (share.digest(self.held), len(share.holders)) for share in candidates}
         options = f"missing={self._missing!r}, unexpected={self._unexpected!r}, cast={self._cast}, {broadcast=}"
         names = [leaf.name for leaf in leaves(self._checkpoint.manifest.tree)]
-        verdict = agree(self._session, Findings(self._problems, self._match.unexpected, groups, options), names)
+        findings = Findings(self._problems, self._match.unexpected, groups, options, self._match.idle)
+        verdict = agree(self._session, findings, names)
         self._unexpected_names, problems = verdict.unexpected, verdict.problems
+        if verdict.idle:
+            problems.append("keys: no name of the state or of the checkpoint is wanted")
         if self._unexpected == "error":
             problems += [f"{name}: in the checkpoint, but not in the state" for name in verdict.unexpected]
         if broadcast is True and verdict.torn and not problems:
@@ -291,9 +296,12 @@ class _Job:
         shown = problems[:50] + ([f"... and {len(problems) - 50} more"] if len(problems) > 50 else [])
         advice = [f"hint: {hint}" for hint in hints(self._match.missing, self._unexpected_names)]
         lines = "\n  ".join(shown + advice)
+        lost = self._match.missing and self._missing == "error"
+        lost = lost or (self._unexpected_names and self._unexpected == "error")
+        help_ = " strict=False loads what both have." if lost else ""
         return MismatchError(
-            f"{self._checkpoint.storage.url} step {self._checkpoint.step} does not fit the state; nothing was loaded. "
-            f"strict=False loads what fits.\n  {lines}"
+            f"{self._checkpoint.storage.url} step {self._checkpoint.step} does not fit the state; nothing was loaded."
+            f"{help_}\n  {lines}"
         )
 
     def _warn(self) -> None:

@@ -31,7 +31,7 @@ def chooser(keys: Keys) -> Callable[[str], bool]:
         return lambda _: True
     if callable(keys):
         return keys
-    patterns = [keys] if isinstance(keys, str) else list(keys)
+    patterns = [keys] if isinstance(keys, str) else list(keys) if isinstance(keys, Iterable) else [keys]
     if not all(isinstance(pattern, str) for pattern in patterns):
         raise ValueError(f'keys: expected patterns such as "model.*", a function, or None, but got {keys!r}.')
     patterns += [f"{pattern}.*" for pattern in patterns]  # what is below
@@ -44,6 +44,9 @@ def renamer(rename: Rename) -> Callable[[str], str]:
     Args:
         rename: a mapping of names (others stay), a list of (regular expression, replacement), a function, or None.
 
+    Raises:
+        ValueError: something else, or what is no regular expression.
+
     Example:
         >>> renamer([(r"^net\.", "model.")])("net.w"), renamer({"a": "b"})("c")
         ('model.w', 'c')
@@ -55,7 +58,13 @@ def renamer(rename: Rename) -> Callable[[str], str]:
     if isinstance(rename, Mapping):
         table = dict(rename)
         return lambda name: table.get(name, name)
-    rules = [(re.compile(pattern), new) for pattern, new in rename]
+    try:
+        rules = [(re.compile(pattern), new) for pattern, new in rename]
+    except (TypeError, ValueError, re.error) as error:
+        raise ValueError(
+            f"rename: expected a mapping of names, a list of (regular expression, replacement), or a function, but "
+            f"got {rename!r:.200}: {error}."
+        ) from None
 
     def apply(name: str) -> str:
         for pattern, new in rules:
@@ -78,6 +87,11 @@ def hints(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
             pattern = re.escape(prefix)
             return [f'the names differ by "{prefix}", which a wrapper adds: pass rename=[(r"{pattern}", "")]']
         if missing and any(prefix in name and name.replace(prefix, "") in set(missing) for name in unexpected):
+            heads = {name.partition(prefix)[0] for name in unexpected if name.replace(prefix, "") in set(missing)}
+            head = heads.pop() if len(heads) == 1 else None
+            if head is not None and all(f"{head}{prefix}{name.removeprefix(head)}" in there for name in missing):
+                added = f'[(r"^{re.escape(head)}", "{head}{prefix}")]'
+                return [f'the names of the checkpoint have "{prefix}" in them: pass rename={added}']
             return [f'the names of the checkpoint have "{prefix}" in them: pass rename=lambda name: ... that adds it']
     lines = []
     for name in missing[:5]:

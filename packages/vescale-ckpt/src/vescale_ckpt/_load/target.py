@@ -69,6 +69,10 @@ def copy(destination: Tensor, source: Tensor) -> None:
         destination: any strides and device.
         source: of the same shape, on the CPU.
     """
+    if destination.is_inference() and not torch.is_inference_mode_enabled():
+        with torch.inference_mode():
+            copy(destination, source)
+        return
     if destination.device.type != "cpu":
         destination.copy_(source, non_blocking=True)
         return

@@ -85,6 +85,8 @@ class Findings:
     """Of each set of ranks that hold the same: digest of what they would share, and how many they are."""
     options: str = ""
     """What must be the same on all ranks, for messages."""
+    idle: bool = False
+    """Whether the caller's `keys` choose nothing that this rank knows."""
 
 
 @dataclass(slots=True)
@@ -99,6 +101,8 @@ class Verdict:
     """Sets of ranks of which all want to share the same."""
     torn: int = 0
     """Number of the other sets of ranks that were named."""
+    idle: bool = False
+    """Whether nothing is chosen on any rank."""
 
 
 def agree(session: Coordinator, findings: Findings, names: Sequence[str]) -> Verdict:
@@ -114,14 +118,14 @@ def agree(session: Coordinator, findings: Findings, names: Sequence[str]) -> Ver
     """
     if session.world == 1:
         groups = frozenset(key for key, (_, count) in findings.groups.items() if count == 1)
-        return Verdict(findings.problems, list(findings.unexpected), groups)
+        return Verdict(findings.problems, list(findings.unexpected), groups, idle=findings.idle)
     place = {name: number for number, name in enumerate(names)}
     # A bit per key: the names themselves would be a megabyte per rank, since stages of a pipeline lack most keys.
     bits = sum(1 << place[name] for name in findings.unexpected if name in place)
-    data = json.dumps([findings.problems, f"{bits:x}", dict(findings.groups), findings.options]).encode()
-    problems, lacking, groups, torn = json.loads(session.agree("match", data, _decide))
+    said = [findings.problems, f"{bits:x}", dict(findings.groups), findings.options, findings.idle]
+    problems, lacking, groups, *others = json.loads(session.agree("match", json.dumps(said).encode(), _decide))
     unexpected = int(lacking, 16)
-    return Verdict(problems, [name for n, name in enumerate(names) if unexpected >> n & 1], frozenset(groups), torn)
+    return Verdict(problems, [name for n, name in enumerate(names) if unexpected >> n & 1], frozenset(groups), *others)
 
 
 def _decide(messages: list[bytes]) -> bytes:
@@ -129,7 +133,9 @@ def _decide(messages: list[bytes]) -> bytes:
     ranks_of: dict[str, list[int]] = {}
     votes: dict[str, dict[tuple[str, int], int]] = {}
     options: dict[str, int] = {}
-    for rank, (problems, bits, groups, given) in enumerate(map(json.loads, messages)):
+    idle = True
+    for rank, (problems, bits, groups, given, nothing) in enumerate(map(json.loads, messages)):
+        idle = idle and nothing
         lacking &= int(bits, 16)
         for problem in problems:
             ranks_of.setdefault(problem, []).append(rank)
@@ -142,7 +148,7 @@ def _decide(messages: list[bytes]) -> bytes:
         raise RanksError(f"load: called with {one} on rank {first}, but with {other} on rank {second}.")
     ready = [key for key, counts in votes.items() if any(count == n for (_, count), n in counts.items())]
     lines = [f"{text} ({_ranks(ranks)})" if len(ranks) < len(messages) else text for text, ranks in ranks_of.items()]
-    return json.dumps([lines, f"{lacking:x}", ready, len(votes) - len(ready)]).encode()
+    return json.dumps([lines, f"{lacking:x}", ready, len(votes) - len(ready), idle]).encode()
 
 
 def _ranks(ranks: Iterable[int]) -> str:

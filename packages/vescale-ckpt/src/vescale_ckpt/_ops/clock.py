@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable
 
 from .._format import step_path
-from .._storage import Storage
+from .._storage import Entry, Storage
 from .scan import Folder
 
 __all__ = ["PROBE", "Clock"]
@@ -55,12 +55,22 @@ class Clock:
             return True
         return modified is not None and self.storage_now() - modified >= self._grace
 
+    def has_lease(self, folder: Folder) -> bool:
+        """Tell whether the lease of a folder lives, whatever else is in it."""
+        if self._break or folder.lease is None:
+            return False
+        return folder.lease.expires > min(self._clock(), self.storage_now())
+
+    def is_stale(self, entry: Entry, said: float) -> bool:
+        """Tell whether a file is old; one of which the storage keeps no time says itself when it was written."""
+        if entry.modified is None and not self._break:
+            return self._clock() - said >= self._grace
+        return self.is_old(entry.modified)
+
     def _is_dead(self, folder: Folder) -> bool:
         if self._break:
             return True
-        if folder.lease is not None and folder.lease.expires > min(self._clock(), self.storage_now()):
-            return False
-        return self.is_old(self._changed(folder))
+        return not self.has_lease(folder) and self.is_old(self._changed(folder))
 
     def _changed(self, folder: Folder) -> float | None:
         """Return when something in a folder changed last; None where that is not known."""

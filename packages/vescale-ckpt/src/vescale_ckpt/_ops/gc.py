@@ -97,9 +97,10 @@ def gc(
     watch = Clock(storage, clock, grace, break_leases=break_leases, dry_run=dry_run)
     sweep = Sweep(storage, report, watch)
     ending = _end_steps(storage, sweep, watch, keep, report)
+    gone = ending | sweep.bury(scan(storage))
     folders = stable_scan(storage)
-    sweep.clean(folders, ending)
-    left = {e.step for f in folders.values() if (e := f.committed) is not None and f.name not in ending}
+    sweep.clean(folders, gone)
+    left = {e.step for f in folders.values() if (e := f.committed) is not None and f.name not in gone}
     report.kept = sorted(left)
     report.steps.sort()
     return report
@@ -153,5 +154,7 @@ def _expendable(
     superseded = [s for s in there if s.folder not in sound and s.step not in damaged]
     if keep is None:
         return superseded
-    stay = keep.choose(saved, watch.now())
+    # One with a mark may be a save that is about to take its commit back: no other step goes because it is there.
+    unmarked = [s for s, step in zip(saved, current, strict=True) if not folders[step.folder].removed]
+    stay = keep.choose(saved, watch.now()) | keep.choose(unmarked, watch.now())
     return superseded + [step for step in current if step.step not in stay]

@@ -6,7 +6,7 @@ import bisect
 
 from .._format import Index, Manifest, PieceRecord, TensorRecord
 
-__all__ = ["Rows", "tensor_of"]
+__all__ = ["Rows", "name_of", "tensor_of"]
 
 
 def tensor_of(manifest: Manifest, index: Index, number: int) -> TensorRecord:

@@ -11,14 +11,11 @@ from dataclasses import dataclass
 
 from .._format import Commit, Committed, Lease, parse_step_folder, step_path
 from .._format.limits import COMMIT_BYTES
-from .._format.paths import COMMIT, LEASE, PIN, STEPS
+from .._format.paths import COMMIT, LEASE, PIN, REMOVED, STEPS
 from .._storage import Entry, Storage
 from ..errors import CheckpointError, FormatError
 
-__all__ = ["REMOVED", "Folder", "scan", "stable_scan", "total"]
-
-REMOVED = "REMOVED"
-"""A file in the folder of a step that is being removed, or of which only data is left that later steps refer to."""
+__all__ = ["Folder", "may_be_committed", "scan", "stable_scan", "total"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +95,11 @@ def look(storage: Storage, name: str) -> Folder:
         except FormatError as error:
             damage = str(error)
     return Folder(name, commit, damage, lease, lease_damage, PIN in files, REMOVED in files, entries)
+
+
+def may_be_committed(folder: Folder) -> bool:
+    """Tell whether a folder is that of a save which may still be committed, whether its lease lives or not."""
+    return folder.commit is None and not folder.damage and not folder.removed
 
 
 def total(entries: Iterable[Entry]) -> int:

@@ -12,18 +12,22 @@ from .._format import (
     Manifest,
     check_cover,
     committed,
+    data_path,
     find,
     newest,
     problems,
     read_index,
     read_manifest,
+    read_store,
     step_path,
 )
+from .._format.paths import MARKER
+from .._format.safetensors_file import plain_header
 from .._state.nodes import check as check_tree
 from .._storage import Storage, open_storage
-from ..errors import CheckpointError, MissingStepError, StorageError
+from ..errors import CheckpointError, CorruptionError, FormatError, MissingStepError, StorageError
 from .chunkcheck import ChunkChecker, Wanted
-from .names import Rows, tensor_of
+from .names import Rows, name_of, tensor_of
 from .references import bases_of
 
 __all__ = ["Finding", "StepReport", "VerifyReport", "verify"]
@@ -34,7 +38,7 @@ class Finding:
     """Something that is not as it was saved."""
 
     folder: str
-    """Folder of the step in the store."""
+    """Folder of the step in the store, or the file at its root."""
     text: str
     """What is wrong, and where."""
     tensors: tuple[str, ...] = ()
@@ -76,7 +80,8 @@ class VerifyReport:
     steps: list[StepReport] = field(default_factory=list)
     """Per step that was looked at."""
     others: list[Finding] = field(default_factory=list)
-    """Folders that should be steps and are none; only where all steps were asked for."""
+    """A damaged or missing marker of the store; and where all steps were asked for, folders that should be steps and
+    are none."""
     bytes: int = 0
     """Bytes of chunks that were read; a chunk that several steps share is read once."""
 
@@ -151,11 +156,23 @@ def verify(
             raise MissingStepError(f"{storage.url}: no committed checkpoint.")
     else:
         there = [find(storage, "latest" if step is None else step)]
+    report.others += _marker(storage)
     work = _Verifier(storage, threads, progress)
     for entry in there:
         report.steps.append(work.step(entry))
     report.bytes = work.checker.bytes
     return report
+
+
+def _marker(storage: Storage) -> list[Finding]:
+    """Return what is wrong with the file that says what the store is."""
+    try:
+        read_store(storage)
+    except StorageError:
+        raise
+    except CheckpointError as error:
+        return [Finding(MARKER, str(error))]
+    return []
 
 
 class _Verifier:
@@ -192,6 +209,7 @@ class _Verifier:
         report.problems += [Finding(entry.folder, text, _named(text, keys)) for text in check_cover(manifest, indexes)]
         report.problems += self._whole(entry, manifest, indexes)
         self._sizes(entry, indexes, report)
+        report.problems += self._headers(entry, manifest, indexes)
         chunks = [list(_wanted(manifest, index)) for index in indexes]
         report.chunks = sum(map(len, chunks))
         report.bytes = sum(wanted.stored for rows in chunks for wanted in rows)
@@ -227,6 +245,41 @@ class _Verifier:
             actual = there.get(path)
             if actual is not None and actual != size:
                 report.problems.append(Finding(entry.folder, f"{path} has {actual} bytes, but {size} were saved."))
+
+    def _headers(self, entry: Committed, manifest: Manifest, indexes: list[Index]) -> Iterator[Finding]:
+        """Yield which safetensors files of a step have another header than what was saved.
+
+        No checksum covers it, for the index says where every byte is; but other programs go by it.
+        """
+        for index in indexes:
+            path = data_path(entry.folder, index.writer, 0, "safetensors")
+            if path not in {file.path for file in index.files}:
+                continue
+            records = {piece.tensor: tensor_of(manifest, index, piece.tensor) for piece in index.pieces}
+            tensors = {n: (name_of(manifest, index, n), r.dtype, r.shape) for n, r in records.items()}
+            pieces = sorted(index.pieces, key=lambda record: record.first)
+            try:
+                text = self._difference(path, plain_header(entry.folder, index.writer, pieces, tensors).data)
+            except (CorruptionError, FormatError, StorageError) as error:
+                text = str(error)
+            if text:
+                yield Finding(entry.folder, f"header of {path}: {text}")
+
+    def _difference(self, path: str, wanted: bytes) -> str:
+        """Return where a file does not begin as it should; nothing where it does, or is not there."""
+        try:
+            source = self._storage.open(path)
+        except FileNotFoundError:
+            return ""  # its chunks tell
+        try:
+            found = bytearray(min(source.size, len(wanted)))
+            source.read_into(0, [memoryview(found)])
+        finally:
+            source.close()
+        if found == wanted:
+            return ""
+        at = next((n for n, (one, other) in enumerate(zip(found, wanted, strict=False)) if one != other), len(found))
+        return f"byte {at} is not what was saved: programs that read the file by itself may find other tensors in it."
 
     def _damaged(self, entry: Committed, manifest: Manifest, index: Index, rows: list[Wanted]) -> Iterator[Finding]:
         """Yield one finding per tensor, file and reason."""

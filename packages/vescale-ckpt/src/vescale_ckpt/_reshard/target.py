@@ -48,8 +48,8 @@ def find(target: Any, packed: Packed, old: Sequence[Held], ranks: Sequence[int],
         before, after = ((list(h.spec.shape), h.spec.dtype) for h in (held, new))
         if before != after:
             problems.append(f"{goal.name}: {before[1]} {before[0]} in the state, {after[1]} {after[0]} in new_layouts")
-        if any(step == 0 < size - 1 for _, v in new.parts for step, size in zip(v.stride(), v.shape, strict=True)):
-            problems.append(f"{goal.name}: an expanded tensor, of which elements share memory; clone() it first")
+        if any(_state.shares_elements(view) for _, view in new.parts):
+            problems.append(f"{goal.name}: a tensor of which elements share memory, as expand() makes it")
         moves.append(Move(held, new))
     if problems:
         more = [f"... and {len(problems) - 20} more"] if len(problems) > 20 else []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from .. import _state
 from .._coordination import Coordinator
+from .._geometry import Explicit, Rule
 from .._state import Held
 from .._state.agree import layout_words
 from ..errors import RanksError
@@ -29,6 +30,21 @@ def agree_on_layouts(session: Coordinator, moves: Sequence[Move]) -> tuple[list[
         LayoutError: boxes of a tensor without a rule do not make it up.
     """
     old, new = [move.old for move in moves], [move.new for move in moves]
+    small, answer = _ask(session, "layouts", old, new)
+    if "listed" in answer:  # tensors that have a rule on some ranks only
+        old, new = (
+            _listed(side, set(names), session.rank) for side, names in zip((old, new), answer["listed"], strict=True)
+        )
+        small, answer = _ask(session, "layouts in boxes", old, new)
+    if "boxes" not in answer:
+        words = [[a.spec.name, b.spec.name, _words(a, b, small)] for a, b in zip(old, new, strict=True)]
+        session.agree("differences", json.dumps(words).encode(), lambda texts: _differ(texts, session.ranks))
+    old, new = (_joined(side, boxes) for side, boxes in zip((old, new), answer["boxes"], strict=True))
+    return [Move(a, b) for a, b in zip(old, new, strict=True)], answer["device"]
+
+
+def _ask(session: Coordinator, name: str, old: list[Held], new: list[Held]) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return hashes of this rank's small replicated tensors, and what comes of what all ranks say."""
     # Replicas of small tensors that differ, such as random states, would else be mixed without a word.
     small = _state.small_values([held for held in old if len(held.spec.layout.ranks()) == session.world])
     said = {
@@ -36,12 +52,18 @@ def agree_on_layouts(session: Coordinator, moves: Sequence[Move]) -> tuple[list[
         "device": _device_type(old + new),
         "boxes": [_state.own_boxes([held.spec for held in side], session.rank) for side in (old, new)],
     }
-    answer = json.loads(session.agree("layouts", json.dumps(said).encode(), _decide))
-    if answer is None:
-        words = [[move.old.spec.name, move.new.spec.name, _words(move, small)] for move in moves]
-        session.agree("differences", json.dumps(words).encode(), lambda texts: _differ(texts, session.ranks))
-    old, new = (_joined(side, boxes) for side, boxes in zip((old, new), answer["boxes"], strict=True))
-    return [Move(a, b) for a, b in zip(old, new, strict=True)], answer["device"]
+    return small, json.loads(session.agree(name, json.dumps(said).encode(), _decide))
+
+
+def _listed(helds: list[Held], names: Collection[str], rank: int) -> list[Held]:
+    """Return tensors of which those with these names have boxes instead of a rule."""
+    found = []
+    for held in helds:
+        spec = held.spec
+        if spec.name in names and isinstance(spec.layout, Rule):
+            spec = replace(spec, layout=Explicit(((rank, spec.layout.boxes(spec.shape, rank)),)))
+        found.append(replace(held, spec=spec))
+    return found
 
 
 def agree_on_loads(session: Coordinator, loads: Sequence[int]) -> list[int]:
@@ -87,7 +109,8 @@ def _device_type(helds: Iterable[Held]) -> str:
 def _decide(messages: list[bytes]) -> bytes:
     said = list(map(json.loads, messages))
     if any(one["digest"] != said[0]["digest"] for one in said):
-        return b"null"
+        listed = [sorted({name for one in said for name in one["boxes"][side]}) for side in (0, 1)]
+        return json.dumps({"listed": listed} if any(listed) else {}).encode()
     boxes = [[one["boxes"][side] for one in said] if any(o["boxes"][side] for o in said) else None for side in (0, 1)]
     kind = next((one["device"] for one in said if one["device"] != "cpu"), "cpu")
     return json.dumps({"device": kind, "boxes": boxes}).encode()
@@ -100,8 +123,8 @@ def _joined(helds: list[Held], boxes: Any) -> list[Held]:
     return [replace(held, spec=spec) for held, spec in zip(helds, specs, strict=True)]
 
 
-def _words(move: Move, small: Mapping[str, str]) -> str:
-    old, new = move.old.spec, move.new.spec
+def _words(before: Held, after: Held, small: Mapping[str, str]) -> str:
+    old, new = before.spec, after.spec
     words = f"{old.dtype} {list(old.shape)}, {layout_words(old.layout)} to {layout_words(new.layout)}"
     return words + f", sha256 of its values {small[old.name][:12]}" if old.name in small else words
 

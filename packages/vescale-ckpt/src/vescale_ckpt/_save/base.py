@@ -8,7 +8,8 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .._format import ITEMSIZE, FileRecord, Index, TensorRecord, read_commit, read_index, read_manifest
@@ -23,6 +24,8 @@ log = logging.getLogger("vescale_ckpt")
 
 MOST_WRITERS = 16
 """Of a step that another number of ranks saved, the indexes of this many are read."""
+MOST_KEPT = 16
+"""Stores, and ranks that are threads, of which the last step is kept; of others it is read again."""
 CHUNK_BYTES = range(4096, 1 << 32, 4096)
 """Chunk sizes that a manifest may name."""
 Place = tuple[str, str, tuple[int, ...], tuple[int, ...], int, int]
@@ -115,19 +118,29 @@ def places(piece: Piece, itemsize: int, chunk_bytes: int) -> list[tuple[int, int
 
 
 _lock = threading.Lock()
-_kept: dict[tuple[str, int, int], Base] = {}
+_kept: OrderedDict[tuple[str, int, int], Base] = OrderedDict()
 
 
-def remember(url: str, rank: int, world: int, base: Base) -> None:
-    """Keep what the next save of a store may refer to."""
+def remember(store: str, rank: int, world: int, base: Base) -> None:
+    """Keep what the next save of a store may refer to.
+
+    Args:
+        store: id of the store, from its marker: a place may be emptied and used again, and have several names.
+        rank: the writer.
+        world: number of writers.
+        base: what it wrote.
+    """
     with _lock:
-        _kept[(url, rank, world)] = base
+        _kept[(store, rank, world)] = base
+        _kept.move_to_end((store, rank, world))
+        while len(_kept) > MOST_KEPT:
+            _kept.popitem(last=False)
 
 
-def recall(url: str, rank: int, world: int, folder: str) -> Base | None:
+def recall(store: str, rank: int, world: int, folder: str) -> Base | None:
     """Return what is kept of a step, if it is the latest that was kept for the store."""
     with _lock:
-        base = _kept.get((url, rank, world))
+        base = _kept.get((store, rank, world))
     return base if base is not None and base.folder == folder else None
 
 
@@ -157,9 +170,7 @@ def load_base(storage: Storage, folder: str, rank: int, world: int) -> Base | No
         return None
 
 
-def forget(urls: Iterable[str]) -> None:
-    """Drop what is kept for stores."""
-    gone = set(urls)
+def forget() -> None:
+    """Drop what is kept, as a new process begins."""
     with _lock:
-        for key in [key for key in _kept if key[0] in gone]:
-            del _kept[key]
+        _kept.clear()

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import logging
 import secrets
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .._format import Committed, Lease, bases_of, committed, ensure_store, read_commit, step_folder
+from .._format import Committed, StepFolders, bases_of, ensure_store, read_commit, read_store, step_folder
+from .._format.paths import CHUNKS_GO
 from .._storage import Storage
 from ..errors import CheckpointError, FormatError, MissingStepError, RanksError
+from .lease import LeaseKeeper, put_lease
 from .options import SaveOptions
+from .space import check_space
 
-__all__ = ["LeaseKeeper", "Start", "begin", "groups_of"]
+__all__ = ["Start", "begin", "groups_of", "writes_all"]
 
 log = logging.getLogger("vescale_ckpt")
 
@@ -25,6 +27,8 @@ log = logging.getLogger("vescale_ckpt")
 class Start:
     """What member 0 tells the others."""
 
+    store: str
+    """Id of the store."""
     save_id: str
     """Hex digits that no other save has."""
     step: int
@@ -41,6 +45,12 @@ class Start:
     """That folder and those that it refers to itself."""
     kinds: tuple[tuple[int, ...], ...]
     """Writers that hold the same keys; one entry where all do."""
+    share: bool
+    """Whether chunks are shared by their content."""
+
+    def lease(self, storage: Storage, options: SaveOptions) -> LeaseKeeper:
+        """Return what keeps the lease of the save alive, for member 0."""
+        return LeaseKeeper(storage, self.folder, self.save_id, self.bases, options.timeout, begun=self.created)
 
     def to_bytes(self) -> bytes:
         """Return the message."""
@@ -51,31 +61,6 @@ class Start:
         """Return what `to_bytes` sent."""
         value = json.loads(data)
         return cls(**{**value, "bases": tuple(value["bases"]), "kinds": tuple(map(tuple, value["kinds"]))})
-
-
-class LeaseKeeper:
-    """Keeps the lease of a save from running out while it is written."""
-
-    def __init__(self, storage: Storage, start: Start, timeout: float) -> None:
-        """Take where the lease lies and for how many seconds it is given."""
-        self._storage, self._start, self._timeout = storage, start, timeout
-        self._lock = threading.Lock()
-        self._due = time.monotonic() + timeout / 2
-
-    def renew(self, *, now: bool = False) -> None:
-        """Write the lease again, if half of its time is over, or at once."""
-        with self._lock:
-            if not now and time.monotonic() < self._due:
-                return
-            self._due = time.monotonic() + self._timeout / 2
-        self._storage.put(
-            f"{self._start.folder}/LEASE", lease_of(self._start.save_id, self._start.bases, self._timeout)
-        )
-
-
-def lease_of(save_id: str, bases: tuple[str, ...], timeout: float) -> bytes:
-    """Return the content of the lease of a save: others are waited for as long as `timeout`."""
-    return Lease(save_id, time.time() + timeout + 60, bases).to_bytes()
 
 
 def groups_of(messages: list[Mapping[str, Any]]) -> tuple[tuple[int, ...], ...]:
@@ -94,18 +79,31 @@ def groups_of(messages: list[Mapping[str, Any]]) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, groups.values()))
 
 
-def begin(storage: Storage, step: int | None, options: SaveOptions, kinds: tuple[tuple[int, ...], ...]) -> Start:
+def begin(
+    storage: Storage, step: int | None, options: SaveOptions, kinds: tuple[tuple[int, ...], ...], needed: int = 0
+) -> Start:
     """Make the folder of a save and its lease. Called on member 0 only.
+
+    Args:
+        storage: the store.
+        step: that is to be saved; None: the one after the latest.
+        options: how.
+        kinds: for the others.
+        needed: bytes that the ranks write together at least, if they write everything and as it is.
 
     Raises:
         CheckpointError: the step is there already and is not to be saved again.
-        StorageError: the storage failed.
+        StorageError: the storage failed, or has not enough room; then nothing was written.
     """
-    ensure_store(storage)
-    there = committed(storage)
+    try:
+        store = read_store(storage)
+    except MissingStepError:
+        store = ""
+    there = StepFolders(storage)
+    latest = there.latest()
     if step is None:
-        step = there[-1].commit.step + 1 if there else 0
-    same = [entry for entry in there if entry.commit.step == step]
+        step = latest.step + 1 if latest is not None else 0
+    same = there.of(step)
     if same and not options.overwrite:
         raise CheckpointError(
             f"step: {step} is in {storage.url} already ({same[-1].folder}). Save another step, or pass overwrite=True, "
@@ -113,7 +111,7 @@ def begin(storage: Storage, step: int | None, options: SaveOptions, kinds: tuple
         )
     save_id = secrets.token_hex(16)
     folder = step_folder(step, save_id)
-    base = there[-1] if there and options.dedup_mode == "position" else None
+    base = latest if options.dedup_mode == "position" else None
     bases: tuple[str, ...] = ()
     if base is not None:
         try:
@@ -121,13 +119,34 @@ def begin(storage: Storage, step: int | None, options: SaveOptions, kinds: tuple
         except CheckpointError as error:
             log.warning("%s cannot be referred to, everything is written anew: %s", base.folder, error)
             base = None
-    storage.put(f"{folder}/LEASE", lease_of(save_id, bases, options.timeout))
+    if writes_all(options, base is not None):
+        check_space(storage, step, needed)
+    store = store or ensure_store(storage)
+    created = time.time()
+    put_lease(storage, folder, save_id, bases, options.timeout, begun=created)
     # The lease is there, so a garbage collection that comes now spares the base; one that came before is seen here.
     if base is not None and not _still_there(storage, base):
         log.warning("%s went while %s began to refer to it: everything is written anew.", base.folder, folder)
         base, bases = None, ()
+    share = options.dedup_mode == "content" and not _chunks_go(storage)
+    if options.dedup_mode == "content" and not share:
+        log.warning("shared chunks are being removed, so %s keeps its data in files of its own.", folder)
     generation = 1 + max((entry.commit.generation for entry in same), default=-1)
-    return Start(save_id, step, folder, generation, time.time(), base.folder if base else None, bases, kinds)
+    base_folder = base.folder if base else None
+    return Start(store, save_id, step, folder, generation, created, base_folder, bases, kinds, share)
+
+
+def writes_all(options: SaveOptions, has_base: bool) -> bool:
+    """Tell whether a save writes every byte of its tensors as it is."""
+    return options.codec_mode is None and options.dedup_mode != "content" and not has_base
+
+
+def _chunks_go(storage: Storage) -> bool:
+    """Tell whether a garbage collection may be removing shared chunks that this save would refer to.
+
+    It puts its mark, then looks for leases; here the lease is put first, then comes the look for marks.
+    """
+    return any(entry.name.startswith(CHUNKS_GO) for entry in storage.list(""))
 
 
 def _closure(storage: Storage, base: Committed) -> tuple[str, ...]:

@@ -74,6 +74,15 @@ class ContentStore:
                 raise FormatError(f"{path}: {source.size} bytes are too short for a chunk; run `vescale-ckpt verify`.")
             source.read_into(0, [memoryview(header)])
             name = header.decode("ascii", "replace").rstrip()
-            return FileRecord(path, source.size), None if name == "raw" else name
         finally:
             source.close()
+        if name == "raw":
+            return FileRecord(path, source.size), None
+        try:
+            _codec.codec(name)
+        except FormatError as error:  # a step that refers to it could not be read
+            raise FormatError(
+                f"{path}: holds a chunk of this save, encoded in a way that cannot be used: {error}. `vescale-ckpt "
+                'verify` tells which steps are damaged; without dedup="content" the save writes a chunk of its own.'
+            ) from error
+        return FileRecord(path, source.size), name

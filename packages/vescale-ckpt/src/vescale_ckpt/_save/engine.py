@@ -114,12 +114,14 @@ class Writing:
         options: SaveOptions,
         base: Base | None,
         meter: Meter,
+        *,
+        share: bool,
     ) -> None:
-        """Take where to write, and per tensor number its name and dtype."""
+        """Take where to write, per tensor number its name and dtype, and whether chunks are shared by content."""
         self._packs, self._names, self._meter = packs, names, meter
         self._fingerprints = options.dedup_mode == "position"
         self._base = base.chunks if base is not None and self._fingerprints else {}
-        self.content = ContentStore(storage) if options.dedup_mode == "content" else None
+        self.content = ContentStore(storage) if share else None
         self._lock = threading.Lock()
         self._rows: dict[int, Stored] = {}
 
@@ -129,13 +131,14 @@ class Writing:
         raw: list[tuple[int, Tensor, int, bytes]] = []
         width = _codec.number_width(batch.item.task.dtype)
         for number, (data, place) in enumerate(zip(batch.chunks(), batch.places, strict=True), batch.first):
-            crc = _codec.crc32(data)
             fingerprint = _codec.fingerprint(data) if self._fingerprints else NO_FINGERPRINT
             known = self._base.get(self._place(batch, place)) if self._base else None
-            if known is not None and (known.raw, known.crc, known.fingerprint) == (data.numel(), crc, fingerprint):
+            if known is not None and (known.raw, known.fingerprint) == (data.numel(), fingerprint):
                 rows[number] = known
                 self._meter.add(done=known.raw, reused=known.raw)
-            elif self.content is not None:
+                continue
+            crc = _codec.crc32(data)
+            if self.content is not None:
                 rows[number] = self._share(self.content, batch, data, crc)
             else:
                 # Encoded while the chunk is in the cache, and written at once, since codecs reuse their memory.

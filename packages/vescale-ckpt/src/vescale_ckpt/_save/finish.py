@@ -22,16 +22,18 @@ from .._format import (
     WriterRecord,
     index_path,
 )
+from .._format.paths import CHUNKS, REMOVED
 from .._storage import Storage
 from .._threads import Workers
 from .._trace import span
 from ..errors import CheckpointError, CorruptionError, RanksError
 from .base import Base, remember
-from .begin import LeaseKeeper, Start
+from .begin import Start
 from .content import ContentStore
 from .engine import Batch, Writing, batches_of, choose_codec, is_inline
 from .files import Packs
 from .handle import Meter, SaveInfo
+from .lease import LeaseKeeper
 from .options import SaveOptions
 from .plain import PlainFile
 from .plan import records, total_bytes
@@ -109,7 +111,7 @@ def finish(part: Part, session: Coordinator, meter: Meter) -> SaveInfo:
     if part.options.dedup_mode == "position":
         base = Base(start.folder)
         base.add(index, part.names, part.options.chunk_bytes)
-        remember(storage.url, writer, session.world, base)
+        remember(start.store, writer, session.world, base)
     meter.enter("done")
     return SaveInfo(
         storage.url,
@@ -143,7 +145,7 @@ def write_part(part: Part, writer: int, meter: Meter) -> tuple[Index, dict[str, 
         packs: Packs | PlainFile = PlainFile(part.storage, folder, writer, pieces, batches, part.names)
     else:
         packs = Packs(part.storage, folder, writer, options.file_bytes)
-    writing = Writing(part.storage, packs, part.names, options, part.base, meter)
+    writing = Writing(part.storage, packs, part.names, options, part.base, meter, share=part.start.share)
     try:
         # Safetensors files have a fixed order, which storage that takes streams has to be given.
         threads = options.threads if part.storage.random_write or options.layout == "packed" else 1
@@ -167,12 +169,16 @@ def write_part(part: Part, writer: int, meter: Meter) -> tuple[Index, dict[str, 
     data = index.to_bytes()
     part.storage.put(index_path(folder, writer), data)
     folders = {file.path.rpartition("/data/")[0] for file in files if file.path.startswith("steps/")}
+    if part.lease is not None:  # the other ranks are waited for next, perhaps as long as a lease lives
+        part.lease.renew(older=30.0)
     report = {
         "sha256": hashlib.sha256(data).hexdigest(),
         "index_bytes": len(data),
         "data_bytes": sum(record.bytes for record in packs.records()),
         "chunks": len(chunks),
         "bases": sorted(folders - {folder}),
+        "shares": any(file.path.startswith(f"{CHUNKS}/") for file in files),
+        "files": [record.path for record in packs.records()],
         "raw": sum(s.task.nbytes for s in part.staged if s.task.number < len(part.specs)),
         "raw_local": sum(s.task.nbytes for s in part.staged if s.task.number >= len(part.specs)),
         "written": meter.written + len(data),
@@ -213,9 +219,6 @@ def commit(part: Part, reports: list[dict[str, Any]]) -> dict[str, int]:
         chosen,
     )
     data = manifest.to_bytes()
-    # The commit must not come after the lease has run out: a garbage collection may have taken the folder then.
-    assert part.lease is not None
-    part.lease.renew(now=True)
     storage.put(f"{start.folder}/manifest.json", data)
     for name in ("data", "index", ""):
         storage.sync(f"{start.folder}/{name}".rstrip("/"))
@@ -228,9 +231,19 @@ def commit(part: Part, reports: list[dict[str, Any]]) -> dict[str, int]:
         sum(w.data_bytes for w in writers),
         sum(w.chunks for w in writers),
     )
+    # First the lease, then the look: a garbage collection puts its mark, then looks at the lease. So either it leaves
+    # the save alone, or no COMMIT is written, and no reader sees a step that is taken back.
+    assert part.lease is not None
+    part.lease.renew(older=0.0)
+    if _was_taken(part) or (part.lease.ran_out and _may_lack(part, reports)):
+        raise _outlived(part)
     part.committing = True
     storage.put(f"{start.folder}/COMMIT", record.to_bytes(), exclusive=True)
-    _check_that_it_stayed(part)
+    # Only a process that slept for a whole lease between these lines takes it back; and only if it has to, for by now
+    # others may have removed older steps because of this one.
+    if _was_taken(part):
+        storage.remove(f"{start.folder}/COMMIT")
+        raise _outlived(part)
     try:
         storage.remove(f"{start.folder}/LEASE")
     except OSError as error:  # the step is committed; a lease that stays runs out by itself
@@ -239,14 +252,26 @@ def commit(part: Part, reports: list[dict[str, Any]]) -> dict[str, int]:
     return {"raw": sums["raw"] + sums["raw_local"], "written": sums["written"] + len(data), "reused": sums["reused"]}
 
 
-def _check_that_it_stayed(part: Part) -> None:
-    """Take the commit back if a garbage collection has meanwhile taken the save for dead: it slept beyond its lease."""
-    storage, folder = part.storage, part.start.folder
-    names = {entry.name for entry in storage.list(folder)}
-    lost = part.options.dedup_mode == "content" and part.content is not None and part.content.lost()
-    if "REMOVED" in names or not storage.list(f"{folder}/index") or lost:
-        storage.remove(f"{folder}/COMMIT")
-        raise CheckpointError(
-            f"{folder}: a garbage collection removed parts of the save, which outlived its lease. Nothing was "
-            f"committed; save again, with a longer timeout if saves take that long."
-        )
+def _was_taken(part: Part) -> bool:
+    """Tell whether a garbage collection takes the save for dead: there is its mark, or what it removes before that."""
+    folder = part.start.folder
+    return REMOVED in {e.name for e in part.storage.list(folder)} or not part.storage.list(f"{folder}/index")
+
+
+def _may_lack(part: Part, reports: list[dict[str, Any]]) -> bool:
+    """Tell whether a save whose lease ran out for a time may lack something of what it wrote or refers to."""
+    # What it refers to was free to go; that does not show in its own folder, which may be a new one by now.
+    if any(report["bases"] or report["shares"] for report in reports):
+        return True
+    folder = part.start.folder
+    inner = [f"{folder}/{name}" for name in ("data", "index")]
+    there = {f"{path}/{entry.name}" for path in inner for entry in part.storage.list(path)}
+    own = {path for report in reports for path in report["files"]}
+    return not own | {index_path(folder, writer) for writer in range(len(reports))} <= there
+
+
+def _outlived(part: Part) -> CheckpointError:
+    return CheckpointError(
+        f"{part.start.folder}: the save outlived its lease, so that a garbage collection may have removed parts of it. "
+        f"Nothing was committed; save again, with a timeout above {part.options.timeout:g} s if saves take that long."
+    )

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from ..errors import CheckpointError
+
 __all__ = ["Meter", "Progress", "SaveHandle", "SaveInfo"]
 
 log = logging.getLogger("vescale_ckpt")
@@ -140,11 +142,23 @@ class SaveHandle:
         """Return how far this rank is."""
         return self._meter.progress()
 
+    def seen(self) -> bool:
+        """Tell whether the save failed, and somebody knows."""
+        return self._told
+
     def raise_unseen(self) -> None:
         """Raise the error of a save that is over and that nobody has asked about."""
         if self._over.is_set() and self._error is not None and not self._told:
             self._told = True
             raise self._error
+
+    def orphan(self) -> None:
+        """End in a forked child, where nothing runs any more; the save goes on in the parent."""
+        over, self._over = self._over.is_set(), threading.Event()
+        self._over.set()
+        self._told = True
+        if not over:
+            self._error = CheckpointError(f"the save of {self._name} runs in the process that this one is a fork of.")
 
     def run(self, work: Callable[[], SaveInfo]) -> None:
         """Do the work of the background thread and keep its outcome."""

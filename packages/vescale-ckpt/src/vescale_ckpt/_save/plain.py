@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from .._format import FileRecord, PieceRecord, data_path
-from .._format.safetensors_file import header_bytes, part_name
+from .._format.safetensors_file import plain_header
 from .._storage import Sink, Storage
 
 if TYPE_CHECKING:
@@ -43,15 +43,9 @@ class PlainFile:
         self._size = 0
         if not pieces:
             return
-        tasks = {batch.item.task.number: batch.item.task for batch in batches}
-        rows = []
-        for record in pieces:
-            name, dtype = names[record.tensor]
-            box, task = record.piece.box, tasks[record.tensor]
-            is_box = record.piece.numel == box.numel
-            shape = box.shape if is_box else (record.piece.numel,)
-            rows.append((part_name(name, record.piece, task.shape), dtype, shape, record.piece.numel * task.itemsize))
-        header = header_bytes(rows, {"format": "pt", "vescale_ckpt": f"{folder} writer {writer}"})
+        shapes = {batch.item.task.number: batch.item.task.shape for batch in batches}
+        tensors = {number: (*names[number], shape) for number, shape in shapes.items()}
+        header = plain_header(folder, writer, pieces, tensors)
         starts = {record.first: start for record, start in zip(pieces, header.starts, strict=True)}
         at = 0
         for batch in batches:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -120,7 +120,10 @@ def merge_kinds(kinds: Sequence[Kind]) -> tuple[list[TensorSpec], Any]:
 
 
 def agree_on_keys(
-    session: Coordinator, content: Content, kinds: Sequence[Sequence[int]]
+    session: Coordinator,
+    content: Content,
+    kinds: Sequence[Sequence[int]],
+    check: Callable[[Sequence[TensorSpec]], None],
 ) -> tuple[list[TensorSpec], Any]:
     """Return specs and tree of the whole, the same on all ranks.
 
@@ -128,6 +131,7 @@ def agree_on_keys(
         session: all ranks call this.
         content: what this rank holds.
         kinds: the writers of each kind.
+        check: called on member 0 where there are several kinds, before any rank goes on: may raise.
     """
     specs, tree = content.specs, content.packed.tree
     if len(kinds) > 1:
@@ -135,14 +139,16 @@ def agree_on_keys(
 
         def decide(messages: list[bytes]) -> bytes:
             merged, whole = merge_kinds([kind_from_bytes(messages[r[0]], r, session.world) for r in kinds])
+            check(merged)
             return kind_to_bytes(merged, whole, {})
 
         own = kind_to_bytes(specs, tree, content.small) if speaks else b""
         answer = session.agree("keys", own, decide)
         kind = kind_from_bytes(answer, range(session.world), session.world)
         specs, tree = list(kind.specs), kind.tree
-    if any(isinstance(spec.layout, Explicit) for spec in specs):
-        boxes = json.dumps(_state.own_boxes(content.specs, session.rank)).encode()
+    listed = {spec.name for spec in specs if isinstance(spec.layout, Explicit)}
+    if listed:
+        boxes = json.dumps(_state.own_boxes(content.specs, session.rank, listed)).encode()
 
         def join(messages: list[bytes]) -> bytes:
             return kind_to_bytes(_state.join_boxes(specs, [json.loads(m) for m in messages]), tree, {})

@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -22,19 +22,22 @@ from .._storage import Storage, open_storage
 from .._trace import span
 from ..errors import CheckpointError, RanksError, StateError
 from .base import load_base, names_by_number, recall
-from .begin import LeaseKeeper, Start, begin, groups_of
+from .begin import Start, begin, groups_of, writes_all
 from .finish import Part, finish
 from .handle import Meter, SaveHandle, SaveInfo
 from .options import SaveOptions
-from .plan import agree_on_keys, assign, describe_state
+from .plan import agree_on_keys, assign, describe_state, total_bytes
 from .replicas import check_replicas
 from .running import start as start_thread
 from .running import wait_for
+from .space import check_space
 from .stage import stage
 from .staging import StagingPool, default_pool
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+    from .._state import TensorSpec
 
 __all__ = ["async_save", "save"]
 
@@ -93,7 +96,8 @@ def save(
         StateError: something in the state cannot be saved; the message names it.
         LayoutError: a tensor is a pending sum, or its class is not known.
         RanksError: the ranks disagree, or one failed or did not answer.
-        StorageError: the storage failed. Whatever went wrong, earlier steps are as they were.
+        StorageError: the storage failed, or has less free than is to be written, which is known at once (ENOSPC).
+            Whatever went wrong, earlier steps are as they were.
 
     Example:
         >>> import tempfile, torch
@@ -142,8 +146,8 @@ def async_save(
     options = SaveOptions(
         compress, dedup, layout, chunk_bytes, file_bytes, overwrite, verify_replicas, threads, timeout
     )
-    meter, url, work = _prepare(path, state, step, metadata, options, fsync, process_group, pool, copy=True)
-    return start_thread(url, f"{url} step {step if step is not None else '(next)'}", meter, work)
+    meter, storage, work = _prepare(path, state, step, metadata, options, fsync, process_group, pool, copy=True)
+    return start_thread(storage, f"{storage.url} step {step if step is not None else '(next)'}", meter, work)
 
 
 def _prepare(
@@ -157,8 +161,8 @@ def _prepare(
     pool: StagingPool | None,
     *,
     copy: bool,
-) -> tuple[Meter, str, Callable[[], SaveInfo]]:
-    """Do what has to be done in the caller's thread; return the meter, the store's URL, and the rest of the work."""
+) -> tuple[Meter, Storage, Callable[[], SaveInfo]]:
+    """Do what has to be done in the caller's thread; return the meter, the store, and the rest of the work."""
     begun = time.perf_counter()
     # First of all, so that whatever goes wrong on this rank alone is told to those that wait for it.
     session = coordinator(process_group, timeout=options.timeout).session(
@@ -166,10 +170,11 @@ def _prepare(
     )
     meter, pool = Meter(), pool or default_pool()
     buffers: list[Tensor] = []
+    part: Part | None = None
     try:
         _check_step(step)
         storage = open_storage(path, fsync=fsync)
-        wait_for(storage.url)
+        wait_for(storage)
         with span("plan", storage.url):
             part = _plan(storage, state, step, metadata, options, session)
             part.lower_priority = copy
@@ -180,6 +185,8 @@ def _prepare(
     except BaseException as error:
         session.fail(error)
         session.close()
+        if part is not None:
+            _clean_up(part, session.rank)
         raise
     blocked = time.perf_counter() - begun
 
@@ -201,7 +208,7 @@ def _prepare(
         info.seconds["blocked"] = blocked if copy else time.perf_counter() - begun
         return info
 
-    return meter, storage.url, work
+    return meter, storage, work
 
 
 def _plan(
@@ -215,24 +222,41 @@ def _plan(
         "step": step,
         "options": {**asdict(options), "threads": None},
         "url": storage.url,
+        "bytes": total_bytes(content.specs),
+        "local_bytes": total_bytes([held.spec for held in content.local]),
     }
+    own = 0  # bytes of the tensors of single ranks, on member 0
 
     def decide(messages: list[bytes]) -> bytes:
-        kinds = groups_of([json.loads(message) for message in messages])
-        return begin(storage, step, options, kinds).to_bytes()
+        nonlocal own
+        heard = [json.loads(message) for message in messages]
+        kinds = groups_of(heard)
+        own = sum(message["local_bytes"] for message in heard)
+        # Exact where all ranks hold the same keys; else keys that only some of them hold are counted below.
+        return begin(storage, step, options, kinds, own + max(message["bytes"] for message in heard)).to_bytes()
 
     start = Start.from_bytes(session.agree("start", json.dumps(told).encode(), decide))
-    specs, tree = agree_on_keys(session, content, start.kinds)
-    if options.verify_replicas and world > 1:
-        check_replicas(session, content, specs)
+
+    def check(specs: Sequence[TensorSpec]) -> None:
+        if writes_all(options, start.base is not None):
+            check_space(storage, start.step, own + total_bytes(specs))
+
+    try:
+        specs, tree = agree_on_keys(session, content, start.kinds, check)
+        if options.verify_replicas and world > 1:
+            check_replicas(session, content, specs)
+    except BaseException:
+        if rank == 0:
+            _remove(storage, start.folder)
+        raise
     local = _state.renumber_local(content.packed, tree)
     records = [TensorRecord(h.spec.name, h.spec.dtype, h.spec.shape, LOCAL) for h in content.local]
     names = names_by_number(specs, records, rank)
     base = None
     if start.base is not None:
-        base = recall(storage.url, rank, world, start.base) or load_base(storage, start.base, rank, world)
+        base = recall(start.store, rank, world, start.base) or load_base(storage, start.base, rank, world)
     tasks = assign(specs, content, rank)
-    lease = LeaseKeeper(storage, start, options.timeout) if rank == 0 else None
+    lease = start.lease(storage, options) if rank == 0 else None
     return Part(storage, start, specs, tree, metadata, local, records, tasks, names, options, base, lease=lease)
 
 
@@ -267,7 +291,11 @@ def _clean_up(part: Part, rank: int) -> None:
     """Remove what a failed save has left, as far as the storage lets us; a garbage collection gets the rest."""
     if rank != 0 or part.committing:  # a commit that failed half-way may have succeeded: never touch it
         return
+    _remove(part.storage, part.start.folder)
+
+
+def _remove(storage: Storage, folder: str) -> None:
     try:
-        part.storage.remove_folder(part.start.folder)
+        storage.remove_folder(folder)
     except (OSError, CheckpointError) as error:
-        log.warning("%s: a failed save could not be cleaned up and is left to `gc`: %s", part.start.folder, error)
+        log.warning("%s: a failed save could not be cleaned up and is left to `gc`: %s", folder, error)

@@ -1,6 +1,8 @@
 """Host buffers that are used again from save to save: fresh memory costs several times the copy into it.
 
-Pinned where CUDA is in use, so that copies from the device are asynchronous and fast.
+Pinned where CUDA is in use, so that copies from the device are asynchronous and fast. A copy it is, and no snapshot by
+fork: that returns sooner, but then the training pays more than the copy when it next writes to the shared pages
+(`benchmarks/ckpt.py snapshot`), and forking is not safe beside threads and process groups.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from .local import Local, local
 from .matching import match
 from .merge import merge
 from .nodes import ABSENT, Leaf, check, is_absent, leaves, local_names, parse
+from .overlap import shares_elements
 from .stateful import missing_like
 from .template import Match, Target, Template, template
 from .tensors import Held, TensorSpec, describe, plain
@@ -52,6 +53,7 @@ __all__ = [
     "plain",
     "renumber_local",
     "safetensors_name",
+    "shares_elements",
     "small_values",
     "template",
     "unpack",

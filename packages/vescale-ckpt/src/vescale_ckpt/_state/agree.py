@@ -108,7 +108,7 @@ def canonical(tree: Any, names: Sequence[str]) -> Any:
         tag, payload = next(iter(tree.items()))
         if tag in ("$tensor", "$numpy"):
             return {tag: names[payload]}
-        if tag == "$dict":
+        if tag in ("$dict", "$counter"):
             pairs = [[key, canonical(node, names)] for key, node in payload]
             return {tag: sorted(pairs, key=lambda pair: json.dumps(pair[0], sort_keys=True))}
     return {key: canonical(node, names) for key, node in tree.items()}

@@ -7,7 +7,7 @@ boxes, with the signs of their mixed differences, cancel but for those of the wh
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from .._geometry import Box, Explicit
@@ -22,17 +22,23 @@ SIGNED_DIMS = 12
 """Dims that are cut, up to which corners are counted; a box has two to the power of their number."""
 
 
-def own_boxes(specs: Sequence[TensorSpec], rank: int) -> dict[str, list[Any]]:
+def own_boxes(specs: Sequence[TensorSpec], rank: int, names: Collection[str] = ()) -> dict[str, list[Any]]:
     """Return what a rank holds of the tensors without a rule, as JSON by name.
 
     Args:
         specs: of this rank.
         rank: its number.
+        names: tensors that have no rule on another rank, so that the boxes of this rank's rule are told.
+
+    Example:
+        >>> from .._geometry import Mesh, Rule
+        >>> own_boxes([TensorSpec("w", "float32", (4,), Rule(Mesh((2,), range(2)), ("S(0)",)))], 1, ["w"])
+        {'w': [[[2], [2]]]}
     """
     return {
         spec.name: [[list(box.offset), list(box.shape)] for box in spec.layout.boxes(spec.shape, rank)]
         for spec in specs
-        if isinstance(spec.layout, Explicit)
+        if isinstance(spec.layout, Explicit) or spec.name in names
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -9,10 +10,12 @@ from typing import Any
 
 import torch
 
-from .items import Item
+from ..errors import CheckpointError, StateError
+from .items import Item, leaves_of
+from .names import spell
 from .scan import is_stateful
 
-__all__ = ["as_saved", "into", "put", "refresh"]
+__all__ = ["as_saved", "hand_over", "into", "put", "refresh"]
 
 Reader = Callable[[int], Any]
 Action = Callable[[Reader], Any]
@@ -36,6 +39,28 @@ def refresh(
         else:
             container[key] = action(local)
     return container
+
+
+def hand_over(mine: Item, new: Any) -> Any:
+    """Give an object its new state_dict and return it.
+
+    Raises:
+        StateError: it did not take it; names the key.
+    """
+    # In place changes of tensors that were made in inference mode are not allowed elsewhere.
+    frozen = any(leaf.kind == "tensor" and leaf.value.is_inference() for leaf in leaves_of(mine))
+    try:
+        with torch.inference_mode() if frozen else contextlib.nullcontext():
+            mine.value.load_state_dict(new)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise StateError(
+            f"state: {spell(mine.path)}: load_state_dict of this {type(mine.value).__qualname__} failed: "
+            f"{type(error).__name__}: {error}. The tensors of the state are loaded already, so the state is partly "
+            f"loaded: do not go on with it."
+        ) from error
+    return mine.value
 
 
 def put(kind: str, pairs: Sequence[tuple[Any, Any]]) -> Any:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .dtypes import dtype_of
-from .fill import as_saved, into, put, refresh
+from .fill import as_saved, hand_over, into, put, refresh
 from .items import LEAVES, Item, leaf_names, leaves_of
 from .names import Path, plain, spell
 from .nodes import parse
-from .stateful import is_strict, misses
+from .stateful import EXTRA, group_sizes, is_extra, is_strict, misses
 from .template import Action, Match, Reader, Record, Target, Template
 from .tree import build
 
@@ -76,12 +76,15 @@ class _Matcher:
     def match(self) -> Match:
         found = self.result
         found.action = self.place(self.template.root, self.root)
+        self.check_fixed(self.template.root)
         # A tensor that is tied to one that is filled is not missing.
         found.missing = [name for name, row in self.missing if row is None or row not in self.rows]
         found.unexpected = [
             name for name, leaf in self.by_name.items() if id(leaf) not in self.used and self.wanted(name)
         ]
         found.targets = list(self.targets.values())
+        known = {*self.template.leaf_names.values(), *self.by_name}
+        found.idle = bool(known) and not any(map(self.wanted, known))
         pairs = [(group[0], other) for group in self.rows.values() for other in group[1:]]
         found.shared = [(self.records[a].name, self.records[b].name) for a, b in pairs]
         return found
@@ -99,12 +102,23 @@ class _Matcher:
         if not mine.children:
             return self.refill(mine, theirs) if self.wants(theirs, mine.path) else self.keep(mine, theirs)
         if theirs.kind == "value":  # a list of plain numbers, where the state has one with nan or the like in it
-            return self.refill(mine, theirs) if _only_values(mine) else self.mismatch(mine, theirs)
+            if _only_values(mine):
+                return self.refill(mine, theirs)
+            if len(theirs.value) != len(mine.children):
+                return self.mismatch(mine, theirs)
+            self.use(theirs)
+            theirs = _spread(theirs)
         return self.inside(mine, dict(theirs.children))
 
-    def inside(self, mine: Item, theirs: dict[Any, Item]) -> Action:
-        """Return what fills a container."""
-        actions = [(key, self.place(child, theirs.get(key))) for key, child in mine.children]
+    def inside(self, mine: Item, theirs: dict[Any, Item], owner: Any = None) -> Action:
+        """Return what fills a container, which may be the state_dict of a module."""
+        actions = []
+        for key, child in mine.children:
+            there = theirs.get(key)
+            if there is not None and is_extra(owner, key):
+                actions.append((key, self.adopt(there, child, EXTRA, child.path, len(child.path))))
+            else:
+                actions.append((key, self.place(child, there)))
         known = {key for key, _ in mine.children}
         extra: list[tuple[Any, Action]] = []
         if self.add and mine.kind != "tuple":
@@ -144,6 +158,10 @@ class _Matcher:
                 return self.refill(mine, theirs)
             self.use(theirs)
             return lambda local: build(theirs, self.no_tensor, local)
+        if type(mine.value) in (list, tuple) and _alike(mine, theirs):  # of plain values, which may be None
+            spread = _spread(mine)
+            self.template.leaf_names.update((id(child), plain(child.path)) for _, child in spread.children)
+            return self.inside(spread, dict(theirs.children))
         return self.mismatch(mine, theirs)
 
     def stateful(self, mine: Item, theirs: Item | None) -> Action:
@@ -155,21 +173,46 @@ class _Matcher:
         if not self.wants(given, mine.path) and (theirs is None or not self.wants(theirs, mine.path)):
             return self.keep(mine, theirs)
         before = len(self.used)
-        if is_strict(mine.value) or theirs is None:
+        if is_strict(mine.value) and theirs is not None and _alike(given, theirs) and given.children:
+            action = self.inside(given, dict(theirs.children), mine.value)
+        elif is_strict(mine.value) or theirs is None:
             action = self.place(given, theirs)
         elif theirs.kind == "local":
             return self.mismatch(mine, theirs)
         else:
+            self.check_groups(mine, theirs)
             action = self.adopt(theirs, given, mine.value, mine.path, len(mine.path))
 
         if theirs is None and len(self.used) == before:
             return lambda _: mine.value
+        return lambda local: hand_over(mine, action(local))
 
-        def hand_over(local: Reader) -> Any:
-            mine.value.load_state_dict(action(local))
-            return mine.value
+    def check_groups(self, mine: Item, theirs: Item) -> None:
+        """Find an optimizer with other groups of parameters, which it would refuse when all else is loaded."""
+        sizes, saved = group_sizes(mine.value), dict(theirs.children).get("param_groups")
+        if sizes is None or saved is None:
+            return
+        groups = [dict(group.children).get("params") for _, group in saved.children]
+        old = [len(g.children) if g.children else len(g.value or ()) for g in groups if g is not None]
+        if old != sizes:
+            self.result.kinds.append(
+                f"{spell((*mine.path, 'param_groups'))}: groups of {old} parameters in the checkpoint, of {sizes} in "
+                f"the state"
+            )
 
-        return hand_over
+    def check_fixed(self, mine: Item) -> None:
+        """Find values that stand in no dict or list, so that nothing can be put in their place."""
+        if mine.kind == "tuple":
+            for _, child in mine.children:
+                self.check_fixed(child)
+        elif mine.kind == "value":
+            name = self.template.leaf_names[id(mine)]
+            theirs = self.by_name.get(self.rename(name))
+            if theirs is not None and self.wanted(name) and theirs.kind in LEAVES and theirs.node != mine.node:
+                where = "is the state itself" if not mine.path else "stands in a tuple that is the state itself"
+                self.result.kinds.append(
+                    f"{spell(mine.path)}: {_kind(mine)} that {where} cannot be replaced; put it into a dict or list"
+                )
 
     def adopt(self, theirs: Item, mine: Item | None, owner: Any, path: Path, base: int) -> Action:
         """Return what builds a value as the checkpoint has it, of the tensors that the state has, where it has them."""
@@ -201,7 +244,7 @@ class _Matcher:
             )
         if theirs.kind == "value":
             return lambda local: build(theirs, self.no_tensor, local)
-        if mine is not None and mine.kind in ("tensor", "numpy"):
+        if mine is not None and mine.kind in ("tensor", "numpy") and (owner is not EXTRA or self.fits(mine, theirs)):
             target = self.target(mine, theirs, name)
             existing = mine
             return lambda _: as_saved(existing, target.tensor)
@@ -212,6 +255,11 @@ class _Matcher:
             self.targets[key] = Target(theirs.number, name, None, False, shape, dtype, owner, path[base:])
         target = self.targets[key]
         return lambda local: build(theirs, lambda _: target.tensor, local)
+
+    def fits(self, mine: Item, theirs: Item) -> bool:
+        """Tell whether a tensor can be filled as it is; one of an extra state that cannot be is replaced."""
+        record, tensor = self.records[theirs.number], self.template.row.tensors[self.template.row.number[id(mine)]][1]
+        return tuple(record.shape) == tuple(tensor.shape) and dtype_of(record.dtype) == tensor.dtype
 
     def target(self, mine: Item, theirs: Item, name: str) -> Target:
         row = self.template.row.number[id(mine)]
@@ -302,6 +350,12 @@ def _is_dropped(owner: Any) -> bool:
 
 def _only_values(item: Item) -> bool:
     return all(leaf.kind == "value" for leaf in leaves_of(item))
+
+
+def _spread(item: Item) -> Item:
+    """Return a list or tuple of plain values, which is one leaf, as a container of leaves."""
+    children = [(n, Item("value", (*item.path, n), value, value)) for n, value in enumerate(item.value)]
+    return Item(type(item.value).__name__, item.path, item.value, item.node, children=children)
 
 
 def _alike(mine: Item, theirs: Item) -> bool:

@@ -6,9 +6,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from .._geometry import Explicit, Layout, Mesh, Rule
+from .._geometry import Box, Explicit, Layout, Mesh, Rule
 from ..errors import RanksError
-from .agree import layout_words
+from .agree import canonical, layout_words
 from .items import Item, leaf_names, leaves_of
 from .names import named, plain, spell
 from .nodes import parse
@@ -94,17 +94,17 @@ class _Merger:
             for others, spec in entries[1:]:
                 if (spec.dtype, spec.shape) != (first.dtype, first.shape):
                     raise _differ(name, ranks, others, _words(first), _words(spec), "")
-            found.append(TensorSpec(name, first.dtype, first.shape, _layout(name, first.shape, entries)))
+            found.append(TensorSpec(name, first.dtype, first.shape, _layout(name, entries)))
         return found
 
 
-def _layout(name: str, shape: tuple[int, ...], entries: Sequence[Entry]) -> Layout:
+def _layout(name: str, entries: Sequence[Entry]) -> Layout:
     layouts = [spec.layout for _, spec in entries]
-    if all(isinstance(layout, Explicit) for layout in layouts):
-        return Explicit(tuple(part for layout in layouts if isinstance(layout, Explicit) for part in layout.parts))
     rules = [layout for layout in layouts if isinstance(layout, Rule)]
+    if len(rules) != len(layouts):
+        return Explicit(tuple(part for ranks, spec in entries for part in _boxes(spec, ranks)))
     first = rules[0]
-    if len(rules) != len(layouts) or any(
+    if any(
         _is_replicated(rule) != _is_replicated(first) or (not _is_replicated(rule) and not _stacks(rule, first))
         for rule in rules
     ):
@@ -114,6 +114,13 @@ def _layout(name: str, shape: tuple[int, ...], entries: Sequence[Entry]) -> Layo
     if _is_replicated(first):
         return _holders(name, entries, rules)
     return _sharded(name, entries, rules)
+
+
+def _boxes(spec: TensorSpec, ranks: Sequence[int]) -> Sequence[tuple[int, tuple[Box, ...]]]:
+    """Return what is known of the boxes of a group; where some are listed, those of a rule are listed as well."""
+    if isinstance(spec.layout, Explicit):
+        return spec.layout.parts
+    return [(rank, boxes) for rank in ranks if (boxes := spec.layout.boxes(spec.shape, rank))]
 
 
 def _holders(name: str, entries: Sequence[Entry], rules: Sequence[Rule]) -> Rule:
@@ -229,4 +236,4 @@ def _words(spec: TensorSpec) -> str:
 
 
 def _json(node: Any) -> str:
-    return json.dumps(node, sort_keys=True)
+    return json.dumps(canonical(node, ()), sort_keys=True)

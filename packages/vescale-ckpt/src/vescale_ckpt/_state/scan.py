@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..errors import StateError
+from ..errors import CheckpointError, StateError
 from .dtypes import NUMPY_SCALARS
 from .items import DEPTH, Item
 from .local import Local
@@ -113,10 +113,22 @@ class _Scanner:
                 children = [(n, self.item(child, (*path, n), inner)) for n, child in enumerate(value)]
                 return Item(kind.__name__, path, value, children=children)
             self._check_depth(path, depth + 1)
-            given = value.state_dict()
+            given = self._asked(value, path)
             return Item("stateful", path, value, children=[(None, self.item(given, path, depth + 1))])
         finally:
             self.open.remove(id(value))
+
+    @staticmethod
+    def _asked(value: Any, path: Path) -> Any:
+        try:
+            return value.state_dict()
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise StateError(
+                f"state: {spell(path)}: state_dict of this {type(value).__qualname__} failed: "
+                f"{type(error).__name__}: {error}."
+            ) from error
 
     def _dict(self, value: dict[Any, Any], path: Path, depth: int) -> Item:
         tag = dict_tag(value)

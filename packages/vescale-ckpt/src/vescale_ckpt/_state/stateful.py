@@ -10,7 +10,10 @@ from torch import Tensor
 
 from .names import Path
 
-__all__ = ["is_strict", "misses", "missing_like"]
+__all__ = ["EXTRA", "group_sizes", "is_extra", "is_strict", "misses", "missing_like"]
+
+EXTRA = "extra state"
+"""Owner of what `get_extra_state` of a module returns: `set_extra_state` takes whatever was saved."""
 
 
 def missing_like(obj: Any, path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
@@ -50,13 +53,34 @@ def is_strict(obj: Any) -> bool:
     return isinstance(obj, torch.nn.Module)
 
 
+def is_extra(obj: Any, key: Any) -> bool:
+    """Tell whether a key of the state_dict of an object holds what `get_extra_state` of a module returned.
+
+    Example:
+        >>> is_extra(torch.nn.Linear(1, 1), "layers.0._extra_state")
+        True
+    """
+    return is_strict(obj) and isinstance(key, str) and key.rpartition(".")[2] == "_extra_state"
+
+
+def group_sizes(obj: Any) -> list[int] | None:
+    """Return how many parameters each group of an optimizer has; None for other objects.
+
+    Example:
+        >>> group_sizes(torch.optim.SGD(torch.nn.Linear(1, 1).parameters()))
+        [2]
+    """
+    return [len(group["params"]) for group in obj.param_groups] if isinstance(obj, torch.optim.Optimizer) else None
+
+
 def misses(obj: Any, is_tensor: bool) -> bool:
     """Tell whether it matters that the checkpoint lacks a leaf that the state_dict of an object has.
 
-    The state of an optimizer is what the checkpoint says, no more. Of other objects tensors are missed, since values
-    come and go between versions and `load_state_dict` has its own mind about them.
+    The state of an optimizer is what the checkpoint says, no more, and so is the extra state of a module. Of other
+    objects tensors are missed, since values come and go between versions and `load_state_dict` has its own mind about
+    them.
     """
-    if isinstance(obj, torch.optim.Optimizer):
+    if obj is EXTRA or isinstance(obj, torch.optim.Optimizer):
         return False
     return is_tensor or is_strict(obj)
 

@@ -122,6 +122,8 @@ class Match:
     """Numbers of the local values that are needed, with their names."""
     kept: set[int] = field(default_factory=set)
     """Numbers of the local values that are not to be filled in."""
+    idle: bool = False
+    """Whether no name of the state or of the checkpoint is to be loaded, though there are some."""
     action: Action = lambda _: None
     """Fills the state."""
 

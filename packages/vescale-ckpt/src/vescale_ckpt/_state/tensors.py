@@ -153,7 +153,12 @@ def _source(tensor: Tensor, name: str) -> _Source:
     if kind in _PLAIN:
         _check(tensor, name)
         return _Source(tensor, tensor, tuple(tensor.shape))
-    if kind.__name__ in _NO_DATA or torch.nn.parameter.is_lazy(tensor):
+    if torch.nn.parameter.is_lazy(tensor):
+        raise StateError(
+            f"state: {name} is a {kind.__name__} of a lazy module, which has no shape yet. Run the module once on an "
+            f"input first."
+        )
+    if kind.__name__ in _NO_DATA:
         raise _no_data(name, f"a {kind.__name__}")
     functional = sys.modules.get("torch.distributed._functional_collectives")
     if functional is not None and isinstance(tensor, functional.AsyncCollectiveTensor):

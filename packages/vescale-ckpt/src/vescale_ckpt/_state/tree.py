@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -149,7 +149,7 @@ def build(item: Item, tensor: Callable[[int], Any], local: Callable[[int], Any])
         if type(item.value) is NumpyScalar:
             return item.value.make(f"state: {spell(item.path)}")
         # Each place gets a list or set of its own, however often it is built.
-        return type(item.value)(item.value) if type(item.value) in (list, set) else item.value
+        return type(item.value)(item.value) if type(item.value) in (list, set, Counter) else item.value
     if item.kind == "tensor":
         return tensor(item.number)
     if item.kind == "numpy":

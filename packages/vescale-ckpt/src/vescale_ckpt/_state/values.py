@@ -12,6 +12,7 @@ import json
 import math
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -21,6 +22,7 @@ import torch
 from ..errors import FormatError, StateError
 from .dtypes import NUMPY_SCALARS, dtype_name, dtype_of
 from .names import Path, spell
+from .refusal import refusal
 
 __all__ = [
     "PRIMITIVE",
@@ -31,7 +33,6 @@ __all__ = [
     "encode_key",
     "is_primitive",
     "levels",
-    "refusal",
 ]
 
 INT_BITS: Final = 4096
@@ -42,13 +43,6 @@ PRIMITIVE: Final = frozenset({type(None), bool, int, float, str})
 """Classes whose values are JSON as they are, up to infinities, nan and endless integers."""
 _DEVICE: Final = re.compile(r"[a-z_]{1,32}(?::\d{1,6})?", re.ASCII)
 _FLOATS: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-_HINTS: Final = (
-    ("Generator", "save generator.get_state()"),
-    ("deque", "convert it with list(...)"),
-    ("bytearray", "convert it with bytes(...)"),
-    ("memoryview", "convert it with bytes(...)"),
-    ("range", "convert it with list(...)"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +85,8 @@ def encode(value: Any, path: Path) -> Any:
     """Return the JSON node of a value that is no container of tensors.
 
     Args:
-        value: None, bool, int, float, complex, str, bytes, a set of those, torch.Size, dtype, device, numpy scalar.
+        value: None, bool, int, float, complex, str, bytes, a set of those, Counter, torch.Size, dtype, device, or a
+            numpy scalar.
         path: where it stands, for messages.
 
     Raises:
@@ -111,26 +106,6 @@ def encode(value: Any, path: Path) -> Any:
         data = numpy.array(value, value.dtype.newbyteorder("<")).tobytes()
         return {"$numpy_scalar": [value.dtype.name, base64.b64encode(data).decode()]}
     raise refusal(value, path)
-
-
-def refusal(value: Any, path: Path) -> StateError:
-    """Return the error that says why a value cannot be saved, and what to do."""
-    kind = type(value)
-    hint = next((text for name, text in _HINTS if kind.__name__ == name), None)
-    if hint is None and isinstance(value, tuple):
-        hint = "a named tuple is saved as tuple(...) only"
-    if hint is None and isinstance(value, (dict, list, set)):
-        base = next(base for base in (dict, list, set) if isinstance(value, base))
-        hint = f"a subclass is not saved; convert it with {base.__name__}(...)"
-    if hint is None and isinstance(value, (int, float, str)):
-        plain = next(base for base in (int, float, str) if isinstance(value, base))
-        hint = f"a subclass is not saved; convert it with {plain.__name__}(...), or take .value of an enum"
-    if hint is None:
-        hint = "give it state_dict and load_state_dict, or save the numbers, strings and tensors that make it up"
-    return StateError(
-        f"state: {spell(path)} is a {kind.__module__}.{kind.__qualname__}, which cannot be saved: nothing is ever "
-        f"pickled. To save it, {hint}."
-    )
 
 
 def levels(node: Any) -> int:
@@ -168,7 +143,8 @@ def encode_key(key: Any, path: Path, depth: int = 0) -> Any:
         return {"$float": "inf" if key > 0 else "-inf"}
     raise StateError(
         f"state: the dict at {spell(path)} has the key {ascii(key)[:100]} of class {type(key).__qualname__}. "
-        f"Keys can be str, int, float (not nan), bool, None and tuples of those, {NESTING} deep; choose such a key."
+        f"Keys can be str (that UTF-8 can say), int (of up to {INT_BITS} bits), float (not nan), bool, None and tuples "
+        f"of those, {NESTING} deep; choose such a key."
     )
 
 
@@ -244,6 +220,14 @@ def _encode_float(value: float, _: Path) -> Any:
     return {"$float": "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"}
 
 
+def _count(value: Any, path: Path) -> int:
+    if type(value) is not int or not is_primitive(value):
+        raise StateError(
+            f"state: the Counter at {spell(path)} has the count {ascii(value)[:60]}, which is no int; use a dict."
+        )
+    return value
+
+
 def _encode_dtype(value: torch.dtype, path: Path) -> Any:
     try:
         return {"$dtype": dtype_name(value)}
@@ -284,6 +268,7 @@ _ENCODERS: dict[type, Callable[[Any, Path], Any]] = {
     bytes: lambda value, _: {"$bytes": base64.b64encode(value).decode()},
     set: _encode_set,
     frozenset: _encode_set,
+    Counter: lambda value, path: {"$counter": [[encode_key(key, path), _count(n, path)] for key, n in value.items()]},
     torch.Size: lambda value, _: {"$size": list(value)},
     torch.dtype: _encode_dtype,
     torch.device: lambda value, _: {"$device": str(value)},
@@ -313,6 +298,15 @@ def _decode_bytes(payload: Any, _: str) -> bytes:
     if type(payload) is not str:
         raise ValueError
     return base64.b64decode(payload, validate=True)
+
+
+def _decode_counter(payload: Any, where: str) -> Counter[Any]:
+    if type(payload) is not list or any(type(n) is not int or not is_primitive(n) for _, n in payload):
+        raise ValueError
+    found = Counter({decode_key(key, where): count for key, count in payload})
+    if len(found) != len(payload):
+        raise ValueError
+    return found
 
 
 def _decode_size(payload: Any, _: str) -> torch.Size:
@@ -374,6 +368,7 @@ _DECODERS: dict[str, Callable[[Any, str], Any]] = {
     "$bytes": _decode_bytes,
     "$set": lambda payload, where: set(_elements(payload, where, 0)),
     "$frozenset": lambda payload, where: frozenset(_elements(payload, where, 0)),
+    "$counter": _decode_counter,
     "$size": _decode_size,
     "$dtype": _decode_dtype,
     "$device": _decode_device,

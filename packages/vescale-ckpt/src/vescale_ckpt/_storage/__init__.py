@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from .interface import Entry, Sink, Source, Storage, check_path, is_temporary, leftovers
+from .interface import Entry, Sink, Source, Storage, check_path, identity_of, is_temporary, leftovers
 from .registry import open_storage
 
-__all__ = ["Entry", "Sink", "Source", "Storage", "check_path", "is_temporary", "leftovers", "open_storage"]
+__all__ = [
+    "Entry",
+    "Sink",
+    "Source",
+    "Storage",
+    "check_path",
+    "identity_of",
+    "is_temporary",
+    "leftovers",
+    "open_storage",
+]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from ..errors import StorageError
 from .failures import storage_error
 from .faults import Fail, Fault, Kill, Killed, Operation, Plan, Slow, Tear
-from .interface import TEMPORARY, Entry, Sink, Source, Storage, as_bytes
+from .interface import TEMPORARY, Entry, Sink, Source, Storage, as_bytes, identity_of
 
 
 class FaultyStorage:
@@ -75,6 +75,11 @@ class FaultyStorage:
     def url(self) -> str:
         """The root of the inner storage."""
         return self.inner.url
+
+    @property
+    def identity(self) -> str:
+        """That of the inner storage."""
+        return identity_of(self.inner)
 
     @property
     def random_write(self) -> bool:

@@ -59,6 +59,9 @@ class FsspecStorage:
         self.retry = retries if isinstance(retries, Retry) else Retry(retries)
         self.fs, root = fsspec.core.url_to_fs(url, **options)
         self.root = root.rstrip("/")
+        # One place has several URLs; but a chain of file systems names only the outer one.
+        self.identity: str = url if "::" in url or options else self.fs.unstrip_protocol(self.root)
+        """See `identity_of`."""
         protocols = {self.fs.protocol} if isinstance(self.fs.protocol, str) else set(self.fs.protocol)
         self._makes_folders = not protocols & FLAT
         self._slots = threading.BoundedSemaphore(concurrency)

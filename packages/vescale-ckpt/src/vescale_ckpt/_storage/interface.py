@@ -62,7 +62,11 @@ class Sink(Protocol):
 
 @runtime_checkable
 class Source(Protocol):
-    """A data file that is read; all methods may be called by several threads."""
+    """A data file that is read; all methods may be called by several threads.
+
+    One that has `read_checked(offset, buffer) -> int` is asked by it for what has a checksum: it fills the buffer of
+    bytes as `read_into` does, and returns the CRC-32 of what it read, which costs less on the way than later.
+    """
 
     @property
     def size(self) -> int:
@@ -94,7 +98,7 @@ class Storage(Protocol):
 
     @property
     def url(self) -> str:
-        """The root, for messages."""
+        """The root, for messages; and what tells places apart, unless there is an `identity`, see `identity_of`."""
 
     @property
     def random_write(self) -> bool:
@@ -167,6 +171,20 @@ class Storage(Protocol):
 
     def free_bytes(self) -> int | None:
         """Return how many bytes can still be written; None where that is not known."""
+
+
+def identity_of(storage: Storage) -> str:
+    """Return a text that two storages of one process have in common if, and only if, they are the same place.
+
+    It is the attribute `identity` of the storage where it has one, for storages whose `url` is not enough to tell:
+    one in memory may have the url of another one, and a place may have several URLs.
+
+    Example:
+        >>> from vescale_ckpt.testing import MemoryStorage
+        >>> identity_of(MemoryStorage("mine://run")) == identity_of(MemoryStorage("mine://run"))
+        False
+    """
+    return str(getattr(storage, "identity", storage.url))
 
 
 def check_path(path: str, *, folder: bool = False) -> str:

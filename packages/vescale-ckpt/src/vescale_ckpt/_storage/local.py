@@ -19,7 +19,10 @@ from ..errors import FormatError, StorageError
 from .failures import storage_error
 from .interface import TEMPORARY, Entry, check_folder_to_remove, check_new_path, check_path, is_temporary
 from .local_file import LocalSink, LocalSource, write_all
+from .space import free_bytes
 
+ATTEMPTS = 10
+"""How often a file is begun again whose folder somebody has removed meanwhile."""
 NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES}
 """What file systems without hard links say."""
 
@@ -71,28 +74,38 @@ class LocalStorage:
 
         On file systems without hard links an exclusive put that is killed half-way may leave a part of the file.
         """
-        folder, _, name = check_new_path(path).rpartition("/")
+        check_new_path(path)
         with self._told("write", path, len(data)):
-            if exclusive and os.path.lexists(self._inside(path)):
-                raise FileExistsError(errno.EEXIST, "exists, and is not to be replaced", path)
-            temporary = f"{folder}/" * bool(folder) + f"{TEMPORARY}{secrets.token_hex(8)}"
-            real, fd = self._open_new(temporary)
-            target = os.path.join(os.path.dirname(real), name)
-            try:
+            for _ in range(ATTEMPTS):
                 try:
-                    write_all(fd, 0, [memoryview(data)])
-                    self.flush(fd)
-                finally:
-                    os.close(fd)
-                if exclusive:
-                    self._publish_new(real, target, data)
-                else:
-                    os.replace(real, target)
-            except BaseException:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(real)
-                raise
-            self._settle(os.path.dirname(target))
+                    self._put(path, data, exclusive)
+                    return
+                except FileNotFoundError:  # a garbage collection removed the folder meanwhile
+                    continue
+            raise OSError(errno.EBUSY, "others keep removing its folder")
+
+    def _put(self, path: str, data: bytes, exclusive: bool) -> None:
+        folder, _, name = path.rpartition("/")
+        if exclusive and os.path.lexists(self._inside(path)):
+            raise FileExistsError(errno.EEXIST, "exists, and is not to be replaced", path)
+        temporary = f"{folder}/" * bool(folder) + f"{TEMPORARY}{secrets.token_hex(8)}"
+        real, fd = self._open_new(temporary)
+        target = os.path.join(os.path.dirname(real), name)
+        try:
+            try:
+                write_all(fd, 0, [memoryview(data)])
+                self.flush(fd)
+            finally:
+                os.close(fd)
+            if exclusive:
+                self._publish_new(real, target, data)
+            else:
+                os.replace(real, target)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(real)
+            raise
+        self._settle(os.path.dirname(target))
 
     def _publish_new(self, temporary: str, target: str, data: bytes) -> None:
         try:
@@ -208,12 +221,8 @@ class LocalStorage:
             self._settle(self._inside(folder))
 
     def free_bytes(self) -> int | None:
-        """Return the bytes that are free on the file system of the root for this user."""
-        place = self.root
-        while not os.path.exists(place):
-            place = os.path.dirname(place)
-        about = os.statvfs(place)
-        return about.f_bavail * about.f_frsize
+        """Return the bytes that are free for this user; None where the file system compresses or does not tell."""
+        return free_bytes(self.root)
 
     # ---- inside
 
@@ -253,17 +262,15 @@ class LocalStorage:
         """Create a file and the folders above; return where it is and its descriptor."""
         real = self._inside(path, parent_only=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        for attempt in range(10):
+        for _ in range(ATTEMPTS):
             self._make_folder(os.path.dirname(real))
             try:
                 return real, os.open(real, flags, 0o666)
-            except FileNotFoundError:
-                # Somebody removed the folder between the two calls.
-                if attempt == 9:
-                    raise
-        raise AssertionError("unreachable")
+            except FileNotFoundError:  # somebody removed the folder between the two calls
+                continue
+        raise OSError(errno.EBUSY, "others keep removing its folder")
 
-    def _make_folder(self, real: str) -> None:
+    def _make_folder(self, real: str, attempts: int = ATTEMPTS) -> None:
         try:
             os.mkdir(real)
         except FileExistsError:
@@ -271,8 +278,10 @@ class LocalStorage:
                 raise NotADirectoryError(errno.ENOTDIR, "it is a file", real) from None
             return
         except FileNotFoundError:
+            if not attempts:  # not a folder that somebody keeps removing, but one that takes none, as in /proc
+                raise PermissionError(errno.EACCES, "no folder can be made here", real) from None
             self._make_folder(os.path.dirname(real))
-            self._make_folder(real)
+            self._make_folder(real, attempts - 1)
             return
         self._flush_folder(os.path.dirname(real))
         with self._lock:

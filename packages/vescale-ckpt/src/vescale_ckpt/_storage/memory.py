@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import secrets
 import threading
 import time
@@ -12,6 +13,8 @@ from ..errors import FormatError, StorageError
 from .failures import storage_error, too_short
 from .interface import TEMPORARY, Entry, as_bytes, check_folder_to_remove, check_new_path, check_path, is_temporary
 
+_numbers = itertools.count(1)
+
 
 class MemoryStorage:
     """Files in a dict, for tests; safe to use from several threads.
@@ -19,7 +22,7 @@ class MemoryStorage:
     A folder exists while there is a file below it.
 
     Args:
-        url: for messages.
+        url: for messages; None: one that no other storage has.
         random_write: True: like a local folder, where a file is seen while it is written, at any offset. False: like
             an object store, where it is written from front to back and appears when it is closed.
         capacity: bytes that all files may have together; more is ENOSPC.
@@ -39,14 +42,17 @@ class MemoryStorage:
 
     def __init__(
         self,
-        url: str = "testing://",
+        url: str | None = None,
         *,
         random_write: bool = True,
         capacity: int | None = None,
         clock: Callable[[], float] = time.time,
         files: Mapping[str, bytes] | None = None,
     ) -> None:
-        self.url = url
+        number = next(_numbers)
+        self.url = f"testing://{number}" if url is None else url
+        self.identity = f"MemoryStorage {number}"
+        """Of these files alone, whatever the url; see `identity_of`."""
         self.random_write = random_write
         self.capacity = capacity
         self.clock = clock
