@@ -121,6 +121,15 @@ def bench(session: nox.Session) -> None:
         session.run("python", str(script), "--json", str(rows), env=ENVIRONMENT)
 
 
+@nox.session
+def drills(session: nox.Session) -> None:
+    """Kill savers and flip bits of checkpoints, 200 times each: nothing may be lost, nothing wrong be loaded."""
+    install(session, editable("ckpt"))
+    for script in sorted((ROOT / "drills").glob("[!_]*.py")):
+        if not session.posargs or script.stem in session.posargs:
+            session.run("python", str(script), env=ENVIRONMENT)
+
+
 def editable(*packages: str, testing: bool = False) -> list[str]:
     """Return pip's arguments that install packages in place, in one command since they name each other."""
     folders = [FOLDERS[name] for name in packages] + [ROOT / "testing"] * testing
