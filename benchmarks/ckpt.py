@@ -28,6 +28,7 @@ PARTS: dict[str, Callable[[Setup], None]] = {
     "reshard": ranks.reshard,
     "replicas": ranks.replicas,
     "training": saving.training,
+    "snapshot": saving.snapshot,
     "scalars": saving.scalars,
     "balance": planning.balance,
     "planning": planning.planning,

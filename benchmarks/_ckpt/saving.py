@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import statistics
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -179,6 +182,40 @@ def scalars(setup: Setup, count: int = 1000) -> None:
             size = folder_bytes(folder / name.replace(" ", "-"))
             systems[name].close()
             setup.report.add(row(f"scalars: {name}", size / count, goal, f"{spent * 1e3:.0f} ms"))
+
+
+def snapshot(setup: Setup) -> None:
+    """What a snapshot by fork would cost instead of the copy: the call, and the next writing of every page."""
+    state = make_state(setup.size)
+    copy = {name: tensor.clone() for name, tensor in state.items()}
+    times: dict[str, list[float]] = {}
+    for step in range(setup.rounds + 1):
+        setup.warm_pages()
+        times.setdefault("memcpy", []).append(_seconds(lambda: [copy[n].copy_(t) for n, t in state.items()]))
+        change(state.values(), step)
+        write = partial(change, state.values(), step)
+        plain = _seconds(write)
+        start = time.perf_counter()
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+        times.setdefault("fork", []).append(time.perf_counter() - start)
+        try:
+            shared = _seconds(write)
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        times.setdefault("writing shared pages, extra", []).append(shared - plain)
+    setup.report.heading("a snapshot by fork instead of the copy: seconds over a warm memcpy of the state")
+    for name in ("fork", "writing shared pages, extra"):
+        ratio = statistics.median(a / b for a, b in zip(times[name][1:], times["memcpy"][1:], strict=True))
+        setup.report.add(row(f"snapshot: {name}", ratio, None, f"{statistics.median(times[name][1:]):.3f} s"))
+
+
+def _seconds(function: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
 
 
 def training(setup: Setup) -> None:
