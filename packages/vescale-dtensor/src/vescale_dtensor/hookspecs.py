@@ -248,5 +248,5 @@ def vescale_timeline() -> Timeline | None:
     Called once, at the first operation that could be recorded; the answer is kept.
 
     Returns:
-        The recorder, or None while nothing is being recorded.
+        The recorder, which tells by itself whether it records; None: this plugin has none.
     """
