@@ -1,4 +1,4 @@
-"""Command line: `python -m vescale_pipe plugins` lists the installed plugins."""
+"""Command line: `python -m vescale_pipe plugins`, `schedules`, `draw`, `check` and `timeline`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import argparse
 import sys
 
 from ._plugins import OFF, PROJECT, PluginError, describe, switched_off
+from ._schedules.command import add_schedules
+from ._timeline.command import add_timeline
 
 
 def list_plugins() -> str:
@@ -23,10 +25,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=f"python -m {PROJECT}", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("plugins", help="list the installed plugins and the hooks that they serve")
-    parser.parse_args(argv)
+    add_schedules(commands)
+    add_timeline(commands)
+    args = parser.parse_args(argv)
     try:
-        print(list_plugins())
-    except PluginError as error:
+        print(args.run(args) if "run" in args else list_plugins())
+    except (PluginError, ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0

@@ -27,7 +27,8 @@ class ScheduleRegistry(Protocol):
 
         Args:
             name: what the user writes to choose it.
-            build: makes the actions of every rank from the numbers of ranks, stages and micro-batches.
+            build: called as `build(num_ranks, num_microbatches)`, returns a `Schedule`. It may have arguments `chunks`
+                (stages per rank), `costs` and `memory`, which get what the user gives.
         """
 
 
