@@ -33,7 +33,8 @@ def sdist_problems(sdist: Path, package: str) -> list[str]:
     required = {"PKG-INFO", "pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "tests/test_plugins.py"}
     required |= {f"src/vescale_{package}/{name}" for name in MODULES}
     allowed = rf"(src/vescale_{package}|tests)/([a-z0-9_]+/)*([a-z0-9_]+\.(py|json)|py\.typed)"
-    allowed += r"|[A-Z]+\.md|tests/([a-z0-9_]+/)*golden/.+"  # documents of a package; files that tests read as they are
+    # Documents of a package, and the pictures in them; files that tests read as they are.
+    allowed += r"|[A-Z]+\.md|pictures/[a-z0-9_]+\.svg|tests/([a-z0-9_]+/)*golden/.+"
     return compare(sdist, names, required, allowed)
 
 

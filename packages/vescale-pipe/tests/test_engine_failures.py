@@ -1,0 +1,134 @@
+"""What ends a step: ranks that raise, plans that differ, schedules that do not fit."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from vescale_pipe._engine import PipeEngine
+from vescale_pipe._plan import PipePlan
+from vescale_pipe._schedule import Action, Kind, Schedule
+from vescale_pipe.errors import PipeError, RankError, ScheduleError, TransportError
+
+mse = functional.mse_loss
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+EXAMPLE = (torch.zeros(2, 8),), {}
+
+
+@pytest.mark.ranks(3, timeout=60)
+@pytest.mark.parametrize("bad", [0, 1, 2])
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_a_rank_that_raises_ends_all_with_its_traceback(rank: int, bad: int, when: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block(), Block())
+    plan = PipePlan(num_microbatches=4, at=["1", "2"], timeout=500)  # longer than the test may take
+    engine = PipeEngine(model, dist.group.WORLD, plan, mse, example=EXAMPLE)
+    x, y = torch.randn(8, 8), torch.randn(8, 8)
+    engine(x, target=y)
+    if rank == bad:
+        calls = []
+
+        def fail(*_: Any) -> None:
+            calls.append(1)
+            if len(calls) == 3:
+                raise ValueError("the third one is bad")
+
+        if when == "forward":
+            model[rank].register_forward_pre_hook(fail)
+        else:
+            model[rank].down.weight.register_hook(fail)
+
+    def steps() -> None:
+        engine(x, target=y)
+        # A rank whose part was over before may only learn it in the next step.
+        engine(x, target=y)
+
+    with pytest.raises((RankError, ValueError)) as caught:
+        steps()
+    text = str(caught.value)
+    assert "the third one is bad" in text
+    if rank != bad:
+        assert isinstance(caught.value, RankError)
+        assert f"rank {bad} at {bad}{'F2' if when == 'forward' else 'B2'}:" in text
+        assert "Traceback" in text
+    with pytest.raises(PipeError, match="make a new engine on all ranks"):
+        engine(x, target=y)
+
+
+@pytest.mark.ranks(2, timeout=60)
+def test_ranks_with_different_plans_are_told(rank: int) -> None:
+    model = nn.Sequential(Block(), Block())
+    plan = PipePlan(num_microbatches=2 + rank, at=["1"], timeout=20)
+    with pytest.raises(PipeError, match=r"(?s)micro-batches: (2 here, 3|3 here, 2) on rank"):
+        PipeEngine(model, dist.group.WORLD, plan, mse, example=EXAMPLE)
+
+
+def test_a_schedule_that_does_not_fit_is_refused() -> None:
+    model = nn.Sequential(Block(), Block())
+    with pytest.raises(ScheduleError, match="has 4 stages and the model 2"):
+        PipeEngine(
+            model, None, PipePlan(num_microbatches=2, schedule="1f1b", at=["1"]), mse, example=EXAMPLE, act_out=4
+        )
+    own = Schedule.of("own", [0, 1], 1, [[Action(Kind.F, 0, 0)], [Action(Kind.F, 1, 0), Action(Kind.B, 1, 0)]])
+    with pytest.raises(ScheduleError):
+        PipeEngine(model, None, PipePlan(num_microbatches=1, schedule=own, at=["1"]), mse, example=EXAMPLE, act_out=2)
+    with pytest.raises(PipeError, match="is for 2 ranks; the pipeline has 3"):
+        PipeEngine(model, None, PipePlan(num_microbatches=1, schedule=own, at=["1"]), mse, example=EXAMPLE, act_out=3)
+    with pytest.raises(PipeError, match="is not cut yet"):
+        list(PipeEngine(model, None, PipePlan(num_microbatches=1), mse, act_out=2).parameters())
+
+
+def test_a_failed_step_leaves_an_acted_out_pipeline_usable() -> None:
+    model = nn.Sequential(Block(), Block())
+    engine = PipeEngine(model, None, PipePlan(num_microbatches=2, at=["1"]), mse, example=EXAMPLE, act_out=2)
+    x, y = torch.randn(4, 8), torch.randn(4, 8)
+    with pytest.raises(PipeError, match="1 rows cannot make 2 micro-batches"):
+        engine(x[:1], target=y[:1])
+    handle = model[1].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine(x, target=y)
+    handle.remove()
+    engine.zero_grad()
+    reference = copy.deepcopy(model)
+    engine(x, target=y)
+    for one, want in zip(x.tensor_split(2), y.tensor_split(2), strict=True):
+        (mse(reference(one), want) * 0.5).backward()
+    for mine, theirs in zip(engine.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+@pytest.mark.ranks(2, timeout=60)
+def test_a_rank_that_is_gone_or_stuck_is_named_with_the_message(rank: int) -> None:
+    for gone in (True, False):
+        model = nn.Sequential(Block(), Block())
+        plan = PipePlan(num_microbatches=2, at=["1"], timeout=500 if gone else 0.3)
+        engine = PipeEngine(model, dist.group.WORLD, plan, mse, example=EXAMPLE)
+        x, y = torch.randn(4, 8), torch.randn(4, 8)
+        if rank == 1:
+            if gone:
+                engine._transports[0].close()  # as when a process ends: nothing is said
+            else:
+                dist.barrier()
+            continue
+        text = "was lost, for rank 1 is gone" if gone else r"within 0.3 s \(timeout=\); rank 1 is stuck"
+        with pytest.raises(TransportError, match=rf"the gradients of stage 1 for stage 0, micro-batch 0 .*{text}"):
+            engine(x, target=y)
+        if not gone:
+            dist.barrier()
