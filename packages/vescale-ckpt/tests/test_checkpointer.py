@@ -46,8 +46,8 @@ def test_an_error_that_nobody_saw_is_raised_once(ask):
     }
     with pytest.raises(ck.StorageError):
         calls[ask]()
-    checkpointer.save(3, state())
-    checkpointer.close()
+    with checkpointer:
+        checkpointer.save(3, state())
     assert checkpointer.steps() == [3]
 
 
@@ -73,6 +73,7 @@ def test_the_error_of_the_loop_is_the_one_to_see(error, fails):
     [
         ({"keep": "3"}, ValueError, "keep: expected a number of steps, a Keep or None, but got '3'"),
         ({"keep": 1.5}, ValueError, "keep: .*1.5"),
+        ({"keep": True}, ValueError, "keep: .*True"),
         ({"keep": 0}, ValueError, "last: .* at least 1"),
         ({"compress": "zip"}, ValueError, "compress: .*'zip'"),
         ({"chunk_bytes": 5}, ValueError, "chunk_bytes: .*5"),
@@ -86,6 +87,43 @@ def test_the_error_of_the_loop_is_the_one_to_see(error, fails):
 def test_arguments_are_checked_before_the_first_save(options, error, message):
     with pytest.raises(error, match=message):
         ck.Checkpointer(MemoryStorage(), **options)
+
+
+@pytest.mark.parametrize("async_", [False, True])
+def test_nothing_is_saved_after_the_end(async_):
+    checkpointer = ck.Checkpointer(MemoryStorage(), async_=async_)
+    with checkpointer:
+        checkpointer.save(1, state())
+    with pytest.raises(ck.CheckpointError, match=r"save of step 2 after close\(\), when nobody would wait"):
+        checkpointer.save(2, state())
+    checkpointer.close()
+    assert checkpointer.restore(state(0.0)) == 1
+    with checkpointer:
+        checkpointer.save(2, state())
+    assert checkpointer.steps() == [1, 2]
+
+
+def test_unknown_options_of_single_calls_are_named():
+    with ck.Checkpointer(MemoryStorage()) as checkpointer:
+        checkpointer.save(1, state())
+        with pytest.raises(TypeError, match="overwrit is no option of `save`; did you mean overwrite"):
+            checkpointer.save(1, state(), overwrit=True)
+        for call in (checkpointer.restore, checkpointer.load):
+            with pytest.raises(TypeError, match="strickt is no option of `load`; did you mean strict"):
+                call(state(), strickt=False)
+            with pytest.raises(TypeError, match="zzz is no option of `load`; there are: strict, keys, rename, "):
+                call(state(), zzz=1)
+            with pytest.raises(TypeError, match="path is no option of `load`"):
+                call(state(), path="x")
+    assert checkpointer.steps() == [1]
+
+
+def test_an_option_of_one_save_goes_before_that_of_all():
+    with ck.Checkpointer(MemoryStorage(), timeout=5.0) as checkpointer:
+        with pytest.raises(ValueError, match=r"timeout: .*-1"):
+            checkpointer.save(1, state(), timeout=-1)
+        checkpointer.save(1, state(), timeout=7.0)
+    assert checkpointer.steps() == [1]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
@@ -110,7 +148,8 @@ def test_a_fork_does_not_wait_for_the_save_of_its_parent(tmp_path):
                 handle.wait()
             checkpointer.save(2, state(2.0))
             checkpointer.close()
-            checkpointer.save(3, state(3.0), overwrite=True)
+            with checkpointer:
+                checkpointer.save(3, state(3.0), overwrite=True)
             target = state(0.0)
             assert checkpointer.restore(target) == 3
             assert target["w"].sum() == 3000
@@ -129,7 +168,7 @@ def test_best_steps_with_metrics_that_are_missing():
         for step, loss in losses.items():
             checkpointer.save(step, state(), metadata=None if loss is None else {"loss": loss})
     assert checkpointer.steps() == [2, 5]
-    with pytest.raises(ck.StateError, match="metadata"):
+    with checkpointer, pytest.raises(ck.StateError, match="metadata"):
         checkpointer.save(6, state(), metadata={"loss": float("nan")})
 
 
@@ -144,8 +183,8 @@ def test_a_step_that_is_saved_after_a_return_to_an_earlier_one_stays(async_):
     target = state(0.0)
     assert checkpointer.restore(target, 15) == 15
     assert target["w"].sum() == 15000
-    checkpointer.save(16, state(16.0))
-    checkpointer.close()
+    with checkpointer:
+        checkpointer.save(16, state(16.0))
     assert checkpointer.steps() == [16, 30, 40]
 
 
@@ -158,3 +197,14 @@ def test_a_return_to_an_earlier_step_is_told_once(caplog):
         checkpointer.save(6, state())
     assert [record.getMessage().split(",")[0] for record in caplog.records] == ["step 5 was saved"]
     assert "also has step 10" in caplog.text
+
+
+def test_a_collection_that_fails_does_not_fail_the_save(monkeypatch, caplog):
+    def gc(*args, **options):
+        raise ck.CheckpointError("steps come and go")
+
+    monkeypatch.setattr("vescale_ckpt._checkpointer.gc", gc)
+    with ck.Checkpointer(MemoryStorage(), keep=1) as checkpointer:
+        checkpointer.save(1, state())
+        assert checkpointer.wait().step == 1
+    assert "could not be removed: steps come and go" in caplog.text

@@ -2,6 +2,8 @@
 
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,30 @@ def test_in_one_process(tmp_path, monkeypatch):
 def test_on_ranks(rank, tmp_path):
     os.chdir(tmp_path)
     check_two_runs(tmp_path)
+
+
+def run_in_one_process():
+    folder = str(Path(__file__).parent)
+    script = f"import sys; sys.path.insert(0, {folder!r}); import test_readme as t; names = t.run_blocks()"
+    text = f"{script}; print(names['start'], names['step'])"
+    alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False, env=alone)
+    assert done.returncode == 0, done.stderr
+    return tuple(map(int, done.stdout.split()))
+
+
+@pytest.mark.ranks(2)
+def test_again_with_another_number_of_ranks(rank, tmp_path):
+    os.chdir(tmp_path)
+    if rank == 0:
+        assert run_in_one_process() == (0, 5)
+    dist.barrier()
+    on_two = run_blocks()
+    assert (on_two["start"], on_two["step"]) == (5, 10)
+    dist.barrier()
+    if rank == 0:
+        assert run_in_one_process() == (10, 15)
+    dist.barrier()
 
 
 def test_the_table_of_calls_names_what_there_is():

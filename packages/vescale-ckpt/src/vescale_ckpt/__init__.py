@@ -13,7 +13,21 @@ from ._interop import (
 )
 from ._load import Checkpoint, LoadReport, TensorView, load, load_dict
 from ._load import open_checkpoint as open
-from ._ops import Keep, diff, gc, pin, unpin, verify
+from ._ops import (
+    DiffReport,
+    Finding,
+    GcReport,
+    Keep,
+    StepReport,
+    TensorDiff,
+    ValueDiff,
+    VerifyReport,
+    diff,
+    gc,
+    pin,
+    unpin,
+    verify,
+)
 from ._reshard import reshard
 from ._save import Progress, SaveHandle, SaveInfo, StagingPool, async_save, save
 from ._state import local
@@ -34,8 +48,11 @@ __all__ = [
     "CheckpointError",
     "Checkpointer",
     "CorruptionError",
+    "DiffReport",
     "ExportReport",
+    "Finding",
     "FormatError",
+    "GcReport",
     "ImportReport",
     "Keep",
     "LayoutError",
@@ -48,8 +65,12 @@ __all__ = [
     "SaveInfo",
     "StagingPool",
     "StateError",
+    "StepReport",
     "StorageError",
+    "TensorDiff",
     "TensorView",
+    "ValueDiff",
+    "VerifyReport",
     "__version__",
     "async_save",
     "diff",

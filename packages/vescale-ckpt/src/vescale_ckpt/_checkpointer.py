@@ -6,7 +6,7 @@ import difflib
 import inspect
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -15,11 +15,11 @@ from ._coordination import coordinator
 from ._format import StepFolders, committed
 from ._load import LoadReport, load
 from ._ops import Keep, gc
-from ._ops.retention import Saved
+from ._ops.retention import Saved, as_keep
 from ._save import Progress, SaveHandle, SaveInfo, StagingPool, async_save, parse_bytes, save
 from ._save.options import SaveOptions
 from ._storage import Storage, open_storage
-from .errors import MissingStepError
+from .errors import CheckpointError, MissingStepError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -28,17 +28,20 @@ __all__ = ["Checkpointer"]
 
 log = logging.getLogger("vescale_ckpt")
 
+_GIVEN = ("path", "state", "step", "metadata", "pool")
+"""Arguments that a `Checkpointer` gives itself or takes by a name of its own."""
+
 
 class Checkpointer:
     """Saves steps of a training run to one store and restores them.
 
     As a context manager it waits for the save that runs, also when the block ends by an error, which then is what the
-    caller sees.
+    caller sees. After that it restores and lists steps, but saves no more, until another block begins.
 
     Example:
-        >>> import tempfile, torch
+        >>> import tempfile, torch, vescale_ckpt as ck
         >>> model = torch.nn.Linear(2, 2)
-        >>> with Checkpointer(tempfile.mkdtemp(), keep=Keep(last=2)) as checkpointer:
+        >>> with ck.Checkpointer(tempfile.mkdtemp(), keep=ck.Keep(last=2)) as checkpointer:
         ...     start = checkpointer.restore({"model": model}, missing_ok=True)
         ...     for step in range(3):
         ...         _ = checkpointer.save(step, {"model": model})
@@ -72,10 +75,9 @@ class Checkpointer:
             options: `compress`, `dedup`, `layout`, `threads`, ... as for `save`.
         """
         self._storage = open_storage(root, fsync=fsync)
-        if not (keep is None or isinstance(keep, (int, Keep))):
-            raise ValueError(f"keep: expected a number of steps, a Keep or None, but got {keep!r}.")
-        _check_options({**options, "timeout": timeout})
-        self._keep = Keep(last=keep) if isinstance(keep, int) else keep
+        self._keep = as_keep(keep)
+        _check_names("Checkpointer", save, options)
+        _check_values({**options, "timeout": timeout})
         self._async = async_
         self._limit = parse_bytes(staging_bytes, "staging_bytes") if staging_bytes is not None else None
         self._pool = StagingPool(limit=self._limit)
@@ -83,12 +85,13 @@ class Checkpointer:
         self._shared: dict[str, Any] = {"process_group": process_group, "timeout": timeout}
         self._options = {**options, "fsync": fsync}
         self._running: SaveHandle | None = None
-        self._told = False
+        self._told = self._closed = False
 
     def __repr__(self) -> str:
         return f"Checkpointer({self._storage.url!r}, keep={self._keep!r}, async_={self._async})"
 
     def __enter__(self) -> Checkpointer:
+        self._closed = False
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -113,9 +116,18 @@ class Checkpointer:
 
         Returns:
             A handle, or with `async_=False` what was written.
+
+        Raises:
+            CheckpointError: after `close()`, when nobody would wait for the save; or it failed.
         """
+        if self._closed:
+            raise CheckpointError(
+                f"Checkpointer: save of step {step} after close(), when nobody would wait for it. Save "
+                f"inside of the `with` block, or begin another one."
+            )
+        _check_names("Checkpointer.save", save, options)
         self.wait()
-        arguments = {**self._options, **options, "metadata": metadata, "step": step, **self._shared}
+        arguments = {**self._options, **self._shared, **options, "metadata": metadata, "step": step}
         if not self._async:
             info = save(self._storage, state, pool=self._pool, **arguments)
             self._after(info.step)
@@ -141,7 +153,6 @@ class Checkpointer:
             MissingStepError: there is no such step.
             MismatchError: the state and the checkpoint do not belong together.
         """
-        self.wait()
         try:
             return self.load(state, step, **options).step
         except MissingStepError:
@@ -151,6 +162,7 @@ class Checkpointer:
 
     def load(self, state: Any, step: int | str = "latest", **options: Any) -> LoadReport:
         """Load a step into a state, in place, and return the whole report; arguments as for `vescale_ckpt.load`."""
+        _check_names("Checkpointer", load, options)
         self.wait()
         return load(self._storage, state, step=step, **{**self._shared, **options})
 
@@ -178,7 +190,8 @@ class Checkpointer:
         return info
 
     def close(self) -> None:
-        """Wait for the running save and give back the host memory."""
+        """Wait for the running save and give back the host memory; nothing is saved after that."""
+        self._closed = True
         try:
             self.wait()
         finally:
@@ -192,7 +205,7 @@ class Checkpointer:
             self._tell_of_later(step)
             if self._keep is not None:
                 gc(self._storage, keep=_AlsoSaved(rule=self._keep, saved=step))
-        except OSError as error:
+        except (CheckpointError, OSError) as error:  # the step is saved all the same
             log.warning("old steps could not be removed: %s", error)
 
     def _tell_of_later(self, step: int) -> None:
@@ -230,12 +243,16 @@ class _AlsoSaved(Keep):
         return self.rule.choose(steps, now) | {self.saved}
 
 
-def _check_options(options: dict[str, Any]) -> None:
-    """Raise at once what `save` would raise hours later."""
-    known = inspect.signature(save).parameters
+def _check_names(caller: str, function: Callable[..., Any], options: Iterable[str]) -> None:
+    """Raise TypeError for an option that a function of the package does not have, or that is given otherwise."""
+    known = [name for name in inspect.signature(function).parameters if name not in _GIVEN]
     for name in options:
-        if name not in known or name in ("path", "state", "step", "metadata", "pool"):
+        if name not in known:
             near = difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean {near[0]}?" if near else "."
-            raise TypeError(f"Checkpointer: {name} is no option of `save`{hint}")
+            hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}."
+            raise TypeError(f"{caller}: {name} is no option of `{function.__name__}`; {hint}")
+
+
+def _check_values(options: dict[str, Any]) -> None:
+    """Raise at once what `save` would raise hours later."""
     SaveOptions(**{one.name: options[one.name] for one in fields(SaveOptions) if one.name in options})

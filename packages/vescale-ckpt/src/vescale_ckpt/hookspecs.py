@@ -1,16 +1,19 @@
 """What vescale_ckpt asks plugins.
 
 Write a plugin with `pluggy.HookimplMarker("vescale_ckpt")` and an entry point in the group `vescale`:
-docs/plugins.md has an example. Specs and implementations take positional arguments without defaults;
-an implementation may leave out arguments that it does not need.
+docs/plugins.md has examples. Specs and implementations take positional arguments without defaults;
+an implementation may leave out arguments that it does not need. What a codec and a storage must bring is in
+`vescale_ckpt.protocols`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import pluggy
+
+from .protocols import Codec, Storage
 
 if TYPE_CHECKING:
     import torch
@@ -61,26 +64,33 @@ class Layout(Protocol):
 class StorageRegistry(Protocol):
     """Takes places to keep bytes."""
 
-    def register(self, scheme: str, factory: Callable[..., Any]) -> None:
+    def register(self, scheme: str, factory: Callable[..., Storage]) -> None:
         """Add a storage for the paths that begin with `scheme://`.
 
         Args:
             scheme: what stands before `://`, in small letters; must not be taken yet. "*" stands for all schemes that
                 nobody else takes, which is what this package registers fsspec for.
-            factory: called with the whole URL, and with `fsync` and `retries` if it has arguments of these names;
-                returns the storage.
+            factory: called with the whole URL, and with `fsync` (bool) and `retries` (int) if it has arguments of these
+                names, each time a path is opened; returns the storage, see `vescale_ckpt.protocols.Storage`. What it
+                raises reaches whoever opened the path.
         """
 
 
 class CodecRegistry(Protocol):
     """Takes ways to encode chunks."""
 
-    def register(self, name: str, codec: Any) -> None:
+    def register(self, name: str, codec: Codec) -> None:
         """Add a codec under a name that is not taken yet.
 
         Args:
-            name: written into the manifest, so it must stay the same for good.
-            codec: an object that encodes and decodes the bytes of a chunk.
+            name: what `compress=` takes; 1 to 16 of a-z, 0-9, "_", ".", "-", a letter first. It is written into the
+                index, so it must stay the same for good.
+            codec: an object with `encode(data, itemsize)` and `decode(stored, out, itemsize)`, see
+                `vescale_ckpt.protocols.Codec`; one for all chunks and threads.
+
+        Raises:
+            ValueError: the name is not allowed or taken.
+            TypeError: a member is absent or does not take these arguments.
         """
 
 

@@ -83,9 +83,9 @@ def test_import_tells_formats(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         (["export", "RUN", "OUT", "--format", "dcp", "--rename", "a=b"], "--rename: dcp does not have it"),
         (["export", "RUN", "OUT", "--format", "hf", "--rename", "ab"], "expected REGEX=TEXT"),
         (["export", "RUN", "OUT", "--format", "hf", "--dtype", "int8"], "expected a floating point dtype"),
-        (["export", "RUN", "OUT", "--format", "hf", "--max-shard-bytes", "many"], "max_shard_bytes"),
+        (["export", "RUN", "OUT", "--format", "hf", "--max-shard-bytes", "many"], "--max-shard-bytes: expected"),
         (["import", "RUN", "OUT@latest"], "number of the step"),
-        (["import", "RUN/../a.pt", "OUT", "--compress", "gzip"], 'compress: expected None, "auto" or a codec'),
+        (["import", "RUN/../a.pt", "OUT", "--compress", "gzip"], '--compress: expected None, "auto" or a codec'),
     ],
 )
 def test_wrong_use(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], told: str) -> None:
@@ -102,5 +102,16 @@ def test_what_is_not_there_or_is_there_already(run: str, tmp_path: Path, capsys:
     assert "no committed checkpoint of step 9" in capsys.readouterr().err
     (tmp_path / "b.pt").write_bytes(b"mine")
     assert main(["export", run, str(tmp_path / "b.pt"), "--format", "torch"]) == 1
-    assert "is there already" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "b.pt is there already. Choose another place, or give --overwrite." in told
+    assert "overwrite=True" not in told
     assert (tmp_path / "b.pt").read_bytes() == b"mine"
+
+
+def test_a_store_is_not_imported(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for source in (run, f"{run}@1"):
+        assert main(["import", source, str(tmp_path / "other")]) == 1
+        assert f"{run} is a store of vescale-ckpt already" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+    assert main(["import", str(tmp_path / "a.pt"), f"{run}@2"]) == 1
+    assert "or give --overwrite" in capsys.readouterr().err

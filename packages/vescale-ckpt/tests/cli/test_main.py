@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,16 @@ import pytest
 import torch
 
 import vescale_ckpt as ck
+from vescale_ckpt import _plugins
 from vescale_ckpt._cli import main
+from vescale_ckpt._format import Lease, step_folder
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> str:
     """A store with steps 1 and 2."""
     root = tmp_path / "run"
-    w = torch.arange(2000.0).reshape(40, 50)
+    w = torch.arange(10000.0).reshape(200, 50)
     for step in (1, 2):
         state = {"model": {"w": w, "b": torch.full((1000,), float(step))}, "step": step, "name": "evil\x1b[2J"}
         ck.save(root, state, step=step, metadata={"loss": 1.0 / step}, compress=None)
@@ -55,9 +58,9 @@ def test_ls(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert done.status == 0
     assert done.words[0] == ["step", "saved", "size", "new", "shared", "tensors", "ranks", "pinned", "state"]
     assert done.words[1][-4:] == ["2", "1", "yes", "ok"]
-    assert done.words[2][3:9] == ["11.7", "KiB", "3.9", "KiB", "7.8", "KiB"]
+    assert done.words[2][3:9] == ["43.0", "KiB", "3.9", "KiB", "39.1", "KiB"]
     told = Ran(capsys, "ls", run, "--json").json
-    assert [(s["step"], s["new_bytes"], s["shared_bytes"]) for s in told["steps"]] == [(1, 12000, 0), (2, 4000, 8000)]
+    assert [(s["step"], s["new_bytes"], s["shared_bytes"]) for s in told["steps"]] == [(1, 44000, 0), (2, 4000, 40000)]
 
 
 def test_ls_of_an_empty_store_and_of_none(tmp_path: Path, run: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,11 +68,104 @@ def test_ls_of_an_empty_store_and_of_none(tmp_path: Path, run: str, capsys: pyte
         entry.unlink()
     done = Ran(capsys, "ls", run)
     assert (done.status, "no steps" in done.out) == (0, True)
-    done = Ran(capsys, "ls", str(tmp_path / "nothing"))
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    done = Ran(capsys, "ls", str(empty))
     assert (done.status, done.out) == (1, "")
     assert done.err.startswith("vescale-ckpt: ")
     assert "no checkpoints here" in done.err
     assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["ls P", "show P", "verify P", "diff P P", "gc P", "cat P w", "export P out --format hf", "pin P", "unpin P 1"],
+)
+def test_a_folder_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str) -> None:
+    nothing = tmp_path / "nothing"
+    done = Ran(capsys, *(str(nothing) if word == "P" else word for word in words.split()))
+    assert (done.status, done.out) == (1, "")
+    assert f"{nothing}: no checkpoints here: the folder does not exist." in done.err
+    assert not nothing.exists()
+
+
+def test_steps_are_named_alike_everywhere(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("show", "verify", "ls"):
+        texts = [Ran(capsys, command, *where).out for where in ([f"{run}@1"], [run, "1"], [f"{run}@1", "1"])]
+        assert texts[0]
+        assert texts == texts[:1] * 3
+    assert [row[0] for row in Ran(capsys, "ls", run, "1").words] == ["step", "1"]
+    assert [row[0] for row in Ran(capsys, "ls", f"{run}@latest").words] == ["step", "2"]
+    assert Ran(capsys, "pin", run, "1").out == "step 1 is pinned\n"
+    assert Ran(capsys, "unpin", run, "1").out == "step 1 is not pinned\n"
+    for command in ("show", "verify", "pin", "unpin", "ls"):
+        done = Ran(capsys, command, f"{run}@1", "2")
+        assert (done.status, "two steps; give one" in done.err) == (2, True), command
+        assert Ran(capsys, command, run, "7").status == 1
+        assert Ran(capsys, command, f"{run}@7").status == 1
+    done = Ran(capsys, "cat", f"{run}@x", "step")
+    assert done.status == 1
+    assert f"If 'x' is to be a step of {run}: a step is a number" in done.err
+
+
+def test_wrong_arguments_show_the_usage_of_the_command(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (["verify", run, "--step", "1"], ["verify", run, "one"], ["verify", run, "--threads", "0"]):
+        done = Ran(capsys, *argv)
+        assert (done.status, done.out) == (2, "")
+        assert done.err.startswith("usage: vescale-ckpt verify ")
+    done = Ran(capsys, "--json", "ls", run)
+    assert done.status == 2
+    assert "unrecognized arguments: --json (options come after the command)" in done.err
+    done = Ran(capsys, "gc", run, "--keep-last", "0")
+    assert "vescale-ckpt: --keep-last: expected" in done.err
+
+
+def test_errors_as_json(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for argv, status, text in (
+        (["ls", str(tmp_path / "none"), "--json"], 1, "does not exist"),
+        (["cat", run, "model.x", "--json"], 1, "model.x: not in step 2"),
+        (["pin", run, "--step", "1", "--json"], 2, "unrecognized arguments"),
+        (["gc", "--json"], 2, "required: path"),
+    ):
+        done = Ran(capsys, *argv)
+        assert done.status == status
+        assert set(done.json) == {"error"}
+        assert text in done.json["error"]
+        assert text in done.err
+
+
+@pytest.mark.parametrize("url", ["s4://x/y", "file:relative://x", "file://host/x", "http\0://x", ""])
+def test_a_bad_url_is_one_line(capsys: pytest.CaptureFixture[str], url: str) -> None:
+    for argv in (["ls", url], ["import", __file__, url, "--format", "torch"]):
+        done = Ran(capsys, *argv)
+        assert (done.status, done.out) == (1, "")
+        assert done.err.startswith("vescale-ckpt: ")
+        assert len(done.err.splitlines()) == 1
+
+
+def test_a_client_that_is_not_installed_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("fsspec")
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    done = Ran(capsys, "ls", "s3://bucket/run")
+    assert (done.status, done.out) == (1, "")
+    assert "Install s3fs" in done.err
+    assert len(done.err.splitlines()) == 1
+
+
+def test_a_save_that_may_be_dead(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = step_folder(9, "0123456789abcdef")
+    path = Path(run, folder, "LEASE")
+    path.parent.mkdir()
+    path.write_bytes(Lease("0123456789abcdef", time.time() + 1740, ()).to_bytes())
+    for command in ("ls", "gc"):
+        told = Ran(capsys, command, run).out
+        assert f"{folder}: " in told
+        assert "lease until " in told
+        assert ", in 29 min; if no saver runs: gc --break-leases" in told
+    assert "removed 1 unfinished save" in Ran(capsys, "gc", run, "--break-leases").out
+    assert not path.exists()
 
 
 def test_ls_says_what_is_damaged(run: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,9 +180,9 @@ def test_show(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     done = Ran(capsys, "show", run)
     assert done.status == 0
     assert "step 2 in steps/00000002-" in done.out
-    assert "compression 1.00x, dedup 3.00x" in done.out
+    assert "compression 1.00x, dedup 11.00x" in done.out
     rows = {row[0]: row for row in done.words if row}
-    assert rows["model.w"][1:4] == ["float32", "[40,", "50]"]
+    assert rows["model.w"][1:4] == ["float32", "[200,", "50]"]
     assert rows["step"][1:] == ["value", "2"]
     assert "\x1b" not in done.out, "text from a file must not reach the terminal as it is"
     assert "evil\\x1b[2J" in done.out
@@ -175,7 +271,7 @@ def test_cat(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     told = Ran(capsys, "cat", f"{run}@1", "model.b", "--slice", "998:", "--json").json
     assert told == {"key": "model.b", "dtype": "float32", "shape": [2], "values": [1.0, 1.0]}
     assert Ran(capsys, "cat", run, "step").out == "2\n"
-    assert Ran(capsys, "cat", run, "model", "--json").json["value"] == {"w": "float32[40, 50]", "b": "float32[1000]"}
+    assert Ran(capsys, "cat", run, "model", "--json").json["value"] == {"w": "float32[200, 50]", "b": "float32[1000]"}
     assert "\x1b" not in Ran(capsys, "cat", run, "name").out
 
 
@@ -223,3 +319,24 @@ def test_urls_work(capsys: pytest.CaptureFixture[str]) -> None:
     ck.save(url, {"w": torch.ones(300)}, step=4)
     assert Ran(capsys, "ls", url, "--json").json["steps"][0]["step"] == 4
     assert Ran(capsys, "verify", f"{url}@4").status == 0
+
+
+def test_plugins_are_listed_if_one_does_not_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv(_plugins.OFF, "dtensor,rng,comm,pipe")
+    info = tmp_path / "broken_toy-3.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-toy\nVersion: 3.1\n")
+    (info / "entry_points.txt").write_text("[vescale]\nbroken = a_module_that_is_missing\n")
+    _plugins.reset()
+    try:
+        done = Ran(capsys, "plugins")
+        assert done.status == 1
+        assert ["broken", "broken-toy", "3.1", "not", "looked", "at"] in done.words
+        assert [row[0] for row in done.words[1:-1]] == ["broken", "ckpt"]
+        assert "a_module_that_is_missing" in done.err
+        assert set(Ran(capsys, "plugins", "--json").json) == {"error"}
+    finally:
+        _plugins.reset()

@@ -39,8 +39,6 @@ def provide(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 class Reverse:
     """Stores bytes backwards."""
 
-    name = "reverse"
-
     def encode(self, data: torch.Tensor, itemsize: int) -> list[memoryview] | None:
         return [memoryview(bytes(data.flip(0).tolist()))]
 
@@ -50,7 +48,7 @@ class Reverse:
 
 def test_ours_are_there() -> None:
     assert {"planes", "zstd"} <= set(codec_names())
-    assert codec("zstd").name == "zstd"
+    assert type(codec("zstd")).__name__ == "Zstd"
     assert codec("zstd") is codec("zstd")
     for unknown in ("raw", "auto", "", "lz4", "../zstd"):
         with pytest.raises(FormatError, match=r"not known here \(there are .*planes, zstd"):
@@ -116,7 +114,6 @@ def test_shared_chunks_have_room_for_the_longest_name(provide: Callable[..., Non
 
 def test_a_codec_that_lacks_something_is_refused() -> None:
     class Half:
-        name = "half"
         encode = Reverse.encode
 
     broken: Any = Half()
@@ -130,7 +127,7 @@ def test_big_endian_machines_are_refused(provide: Callable[..., None], monkeypat
         codec("zstd")
     monkeypatch.undo()
     registry.reset()
-    assert codec("zstd").name == "zstd"
+    assert type(codec("zstd")).__name__ == "Zstd"
 
 
 def test_widths_of_numbers() -> None:

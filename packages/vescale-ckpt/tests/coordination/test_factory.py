@@ -13,12 +13,54 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import vescale_ckpt as ck
 from vescale_ckpt._coordination import Alone, StoreMembers, coordinator
 from vescale_ckpt.errors import RanksError
 
 
 def test_without_torch_distributed_a_process_is_alone() -> None:
     assert isinstance(coordinator(), Alone)
+
+
+@pytest.mark.parametrize("world", ["2", "128"])
+def test_a_rank_of_a_launcher_that_joined_no_group_is_told(monkeypatch: pytest.MonkeyPatch, world: str) -> None:
+    monkeypatch.setenv("WORLD_SIZE", world)
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(RanksError, match=rf"WORLD_SIZE={world}, RANK=1, .*Call torch\.distributed\.init_process_group"):
+        coordinator()
+    # Who says who it is needs no group.
+    assert coordinator(store=dist.HashStore(), rank=0, world=1).world == 1
+
+
+@pytest.mark.parametrize("world", ["1", "0", "", "many"])
+def test_one_rank_of_a_launcher_is_alone(monkeypatch: pytest.MonkeyPatch, world: str) -> None:
+    monkeypatch.setenv("WORLD_SIZE", world)
+    assert isinstance(coordinator(), Alone)
+
+
+def test_all_that_works_together_needs_the_group_and_reading_alone_does_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    state = {"w": torch.ones(2)}
+    ck.save(tmp_path, state, step=1)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    checkpointer = ck.Checkpointer(tmp_path)
+    for call in (
+        lambda: ck.save(tmp_path, state, step=2),
+        lambda: ck.async_save(tmp_path, state, step=2),
+        lambda: ck.load(tmp_path, state),
+        lambda: ck.reshard(state, {"w": torch.zeros(2)}),
+        lambda: checkpointer.save(2, state),
+        lambda: checkpointer.restore(state, missing_ok=True),
+    ):
+        with pytest.raises(RanksError, match="init_process_group"):
+            call()
+    assert checkpointer.steps() == [1]
+    assert ck.load_dict(tmp_path)["w"].tolist() == [1, 1]
+    with ck.open(tmp_path) as checkpoint:
+        assert checkpoint["w"][0] == 1
+    assert ck.verify(tmp_path).ok
+    assert ck.gc(tmp_path).kept == [1]
 
 
 def test_a_store_makes_members() -> None:

@@ -36,9 +36,13 @@ def second_save(storage, options):
 
 
 def operations(random_write, options):
+    return len(listed(random_write, options))
+
+
+def listed(random_write, options):
     whole = FaultyStorage(store_with_one_step(random_write, options))
     second_save(whole, options)
-    return whole.count
+    return whole.operations
 
 
 def check(storage, *, may_have_two):
@@ -74,16 +78,21 @@ def test_death_at_any_operation(random_write, options, power_loss):
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("error", [28, 5, 13], ids=["disk full", "input/output error", "no permission"])
 def test_failure_of_any_operation(options, error):
-    count = operations(True, options)
-    for k in range(count):
+    done = listed(True, options)
+    (commit,) = [o.number for o in done if o.kind == "put" and o.path.endswith("COMMIT")]
+    assert len(done) > commit + 3
+    for k in range(len(done)):
         storage = store_with_one_step(True, options)
         failed = False
         try:
             second_save(FaultyStorage(storage, at({k: Fail(error)})), options)
         except ck.CheckpointError:
             failed = True
-        # What fails after the commit, such as the removal of the lease, is no failure of the save.
+        # What fails after the commit, such as the removal of the lease, is no failure of the save; and one that failed
+        # before it has left nothing.
+        assert not (failed and k > commit)
         assert failed or ck.Checkpointer(storage).steps() == [1, 2]
+        assert k == commit or not failed or not [p for p in storage.files() if p.startswith("steps/00000002")]
         check(storage, may_have_two=True)
 
 

@@ -18,6 +18,7 @@ from vescale_ckpt._format import (
     Manifest,
     WriterRecord,
     committed,
+    ensure_store,
     find,
     newest,
     problems,
@@ -121,7 +122,13 @@ def test_a_storage_that_fails_is_not_taken_for_an_empty_one(monkeypatch: pytest.
 
 def test_a_missing_step_lists_what_there_is() -> None:
     storage = MemoryStorage("mem://run")
-    with pytest.raises(MissingStepError, match=r"^mem://run: no committed checkpoint; there are: none\."):
+    with pytest.raises(MissingStepError, match=r"^mem://run: no committed checkpoint; there is no such folder"):
+        find(storage)
+    storage.put("notes.txt", b"hello")
+    with pytest.raises(MissingStepError, match=r"^mem://run: no committed checkpoint; this is no store"):
+        find(storage, 3)
+    ensure_store(storage)
+    with pytest.raises(MissingStepError, match=r"^mem://run: no committed checkpoint; there are: none\.$"):
         find(storage)
     for step in range(40):
         save(storage, step, f"{step:032x}")
@@ -131,6 +138,18 @@ def test_a_missing_step_lists_what_there_is() -> None:
     assert "00000050-bbbbbbbb: no COMMIT" in str(caught.value)
     with pytest.raises(MissingStepError, match="no committed checkpoint of step 00000001-ffffffff"):
         find(storage, "00000001-ffffffff")
+
+
+def test_a_removed_step_is_called_so() -> None:
+    storage = MemoryStorage()
+    save(storage, 2, "2" * 32)
+    storage.put("steps/00000001-bbbbbbbb/REMOVED", b"")
+    storage.put("steps/00000001-cccccccc/LEASE", b"{}")
+    with pytest.raises(MissingStepError, match="of step 1; there are: 2") as caught:
+        find(storage, 1)
+    lines = str(caught.value).splitlines()
+    assert "  00000001-bbbbbbbb: removed; what is left of it is data that other steps may need" in lines
+    assert "  00000001-cccccccc: no COMMIT: being saved, or never finished" in lines
 
 
 def test_a_newer_format_is_not_passed_over_silently() -> None:

@@ -73,7 +73,7 @@ def test_steps_that_are_not_there(storage):
     ck.save(storage, {"a": 1}, step=1)
     with pytest.raises(MissingStepError, match="there are: 1"):
         ck.open(storage, 2)
-    with ck.open(storage) as checkpoint, pytest.raises(MissingStepError, match="1 ranks"):
+    with ck.open(storage) as checkpoint, pytest.raises(MissingStepError, match="saved by 1 rank, numbered from 0"):
         checkpoint.index(1)
 
 

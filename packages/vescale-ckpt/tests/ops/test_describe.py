@@ -12,19 +12,19 @@ from vescale_ckpt.testing import MemoryStorage
 
 def test_new_and_shared_bytes_of_steps() -> None:
     store = MemoryStorage()
-    frozen = torch.randn(1000)
+    frozen = torch.randn(5000)
     for step in (1, 2):
         ck.save(store, {"f": frozen, "h": torch.randn(500), "n": step}, step=step, compress=None, metadata={"k": step})
     ck.pin(store, 1)
     view = steps(store)
     assert [(i.step, i.tensors, i.nbytes, i.new_bytes, i.shared_bytes, i.pinned, i.problem) for i in view.steps] == [
-        (1, 2, 6000, 6000, 0, True, ""),
-        (2, 2, 6000, 2000, 4000, False, ""),
+        (1, 2, 22000, 22000, 0, True, ""),
+        (2, 2, 22000, 2000, 20000, False, ""),
     ]
     assert [info.metadata for info in view.steps] == [{"k": 1}, {"k": 2}]
     assert view.others == ()
     shown = describe(store, 2)
-    assert (shown.dedup_ratio, shown.compression_ratio) == (3.0, 1.0)
+    assert (shown.dedup_ratio, shown.compression_ratio) == (11.0, 1.0)
 
 
 def test_leaves_of_a_step() -> None:

@@ -157,7 +157,7 @@ def test_progress_and_wrong_use() -> None:
 def test_pieces_that_are_missing_on_both_sides_are_not_equal() -> None:
     store = MemoryStorage()
     for step in (1, 2):
-        ck.save(store, {"w": torch.arange(1000.0)}, step=step)
+        ck.save(store, {"w": torch.arange(5000.0)}, step=step)
     with ck.open(store, 1) as first, ck.open(store, 2) as second:
         a, b = _Side(first), _Side(second)
         assert a.content((0, None))[0] == b.content((0, None))[0]

@@ -21,7 +21,7 @@ DEAD = step_folder(900, ID)
 def state(step: int, frozen: int = 0) -> dict[str, Any]:
     """A part that stays the same, so that later steps refer to it, and one that does not."""
     return {
-        "frozen": torch.arange(frozen, frozen + 3000, dtype=torch.int32),
+        "frozen": torch.arange(frozen, frozen + 5000, dtype=torch.int32),
         "hot": torch.full((2000,), float(step)),
         "step": step,
     }
@@ -54,6 +54,14 @@ def collect(storage: Any, last: int | None = 1, **options: Any) -> ck._ops.GcRep
     references._known.clear()  # so that every collection does the same operations
     keep = None if last is None else ck.Keep(last=last)
     return ck.gc(storage, keep=keep, **{"grace": 0.0, "clock": lambda: 1000.0, **options})
+
+
+def test_a_number_of_steps_to_keep(store: MemoryStorage) -> None:
+    report = ck.gc(store, keep=2, grace=0.0, clock=lambda: 1000.0)
+    assert (report.steps, report.kept) == ([1], [2, 3])
+    for keep in ("2", 2.0, True, 0):
+        with pytest.raises(ValueError, match=r"keep: expected a number of steps|last: .* at least 1"):
+            ck.gc(store, keep=keep)  # type: ignore[arg-type]
 
 
 def test_old_steps_go_but_not_what_later_ones_refer_to(store: MemoryStorage) -> None:

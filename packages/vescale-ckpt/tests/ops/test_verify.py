@@ -16,12 +16,12 @@ from vescale_ckpt._format import FileRecord, committed, read_index, read_manifes
 from vescale_ckpt.testing import Fail, FaultyStorage, MemoryStorage, matching
 
 
-def state(seed: int = 0) -> dict[str, Any]:
+def state(seed: int = 0, times: int = 1) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
     return {
-        "a": torch.randn(700, 3, generator=generator),
-        "b": torch.randn(5000, generator=generator).bfloat16(),
-        "c: d": torch.arange(300),
+        "a": torch.randn(700 * times, 3, generator=generator),
+        "b": torch.randn(5000 * times, generator=generator).bfloat16(),
+        "c: d": torch.arange(300 * times),
         "small": torch.tensor(1.5),
         "n": seed,
     }
@@ -156,13 +156,13 @@ def test_all_damage_is_told_not_only_the_first() -> None:
 
 def test_damage_in_an_earlier_step_is_damage_of_the_later_one() -> None:
     store = MemoryStorage()
-    ck.save(store, state(), step=1, compress=None)
-    ck.save(store, {**state(), "b": torch.zeros(5000, dtype=torch.bfloat16)}, step=2, compress=None)
+    ck.save(store, state(times=10), step=1, compress=None)
+    ck.save(store, {**state(times=10), "b": torch.zeros(50000, dtype=torch.bfloat16)}, step=2, compress=None)
     (path,) = paths(store, "steps/00000001", "/data/")
-    begin = store.files()[path].index(bytes(state()["a"].reshape(-1).view(torch.uint8)[:64].tolist()))
+    begin = store.files()[path].index(bytes(state(times=10)["a"].reshape(-1).view(torch.uint8)[:64].tolist()))
     store.flip(path, 8 * begin)
     assert ck.verify(store, 2).tensors == ("a",)
-    begin = store.files()[path].index(bytes(state()["b"].view(torch.uint8)[:64].tolist()))
+    begin = store.files()[path].index(bytes(state(times=10)["b"].view(torch.uint8)[:64].tolist()))
     store.flip(path, 8 * begin)
     assert ck.verify(store, 2).tensors == ("a",), "b is not shared"
     assert sorted(ck.verify(store, 1).tensors) == ["a", "b"]
@@ -175,9 +175,9 @@ def test_damage_in_an_earlier_step_is_damage_of_the_later_one() -> None:
 def test_what_steps_share_is_read_once() -> None:
     store = MemoryStorage()
     for step in (1, 2, 3):
-        ck.save(store, state(), step=step, compress=None)
+        ck.save(store, state(times=10), step=step, compress=None)
     report = ck.verify(store, "all")
-    assert report.bytes == 8400 + 10000 + 2400
+    assert report.bytes == 84000 + 100000 + 24000
     assert [entry.bytes for entry in report.steps] == [report.bytes] * 3
 
 
@@ -286,3 +286,10 @@ def test_commit_must_say_what_the_other_files_say(key: str) -> None:
     store.put(path, json.dumps(value).encode())
     report = ck.verify(store, "all")
     assert len(report.problems) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_a_complex_tensor_is_two_numbers_to_its_codec(dtype: torch.dtype) -> None:
+    store = MemoryStorage()
+    ck.save(store, {"w": torch.arange(3000).to(dtype) / 7}, compress="planes")
+    assert ck.verify(store)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import vescale_ckpt as ck
 from vescale_ckpt import CheckpointError, MismatchError, RanksError, StateError, StorageError
@@ -51,13 +51,69 @@ def test_what_differs_between_ranks_is_named_on_all(rank, tmp_path, kind):
 
 
 @pytest.mark.ranks(2)
-def test_large_replicas_that_differ_are_found_if_asked(rank, tmp_path):
+def test_one_element_of_large_replicas_that_differs_is_found_if_asked(rank, tmp_path):
     state = {"w": torch.zeros(10000), "v": torch.zeros(10000)}
-    state["v"][777] += rank
-    with pytest.raises(RanksError, match="v"):
+    state["v"][777] += rank  # in no sample
+    with pytest.raises(RanksError, match=r'v.*differing="first"'):
         ck.save(tmp_path, state, verify_replicas=True, timeout=SECONDS)
     dist.barrier()
     assert steps(tmp_path) == []
+    ck.save(tmp_path, state, step=1, timeout=SECONDS)
+    state["v"][777] += 5
+    ck.save(tmp_path, state, step=2, verify_replicas=True, differing="first", dedup=None, timeout=SECONDS)
+    assert ck.load_dict(tmp_path)["v"][777] == 5
+    assert steps(tmp_path) == [1, 2]
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("kind", ["plain", "strided", "conjugate", "placed"])
+def test_large_replicas_of_other_values_are_refused_or_saved_whole(rank, tmp_path, kind):
+    values = torch.full((200, 300), rank + 1j if kind == "conjugate" else float(rank))
+    if kind == "strided":
+        values = values.t().contiguous().t()
+    elif kind == "conjugate":
+        values = values.conj()
+    elif kind == "placed":
+        values = distribute_tensor(values, init_device_mesh("cpu", (3,)), [Replicate()], src_data_rank=None)
+    state = {"same": torch.ones(70000), "model": {"w": values}}
+    with pytest.raises(RanksError, match=r'model\.w is a replicated tensor.*ranks 0 and 1.*differing="first"'):
+        ck.save(tmp_path, state, step=1, timeout=SECONDS)
+    dist.barrier()
+    assert steps(tmp_path) == []
+    ck.save(tmp_path, state, step=1, differing="first", timeout=SECONDS)
+    assert set(ck.load_dict(tmp_path)["model"]["w"].view(-1).tolist()) == {-1j if kind == "conjugate" else 0.0}
+    assert bool((ck.load_dict(tmp_path)["same"] == 1).all())
+
+
+@pytest.mark.ranks(2)
+def test_a_model_with_batch_norm_in_ddp(rank, tmp_path):
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+    model = torch.nn.parallel.DistributedDataParallel(layers)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 8, generator=torch.Generator().manual_seed(rank)) + rank).square().sum().backward()
+    optimizer.step()
+    state = {"model": model, "optimizer": optimizer, "loss": float(rank)}
+    with pytest.raises(RanksError, match=r'(?s)differing="first"'):
+        ck.save(tmp_path, state, step=1, timeout=SECONDS)
+    dist.barrier()
+    with ck.Checkpointer(tmp_path, differing="first", timeout=SECONDS) as checkpointer:
+        checkpointer.save(1, state)
+    expected = [layers[1].running_mean.clone(), layers[1].running_var.clone()]
+    for one in expected:
+        dist.broadcast(one, 0)
+    with torch.no_grad():
+        layers[1].running_mean.fill_(7)
+        layers[1].running_var.fill_(7)
+    ck.load(tmp_path, state, timeout=SECONDS)
+    assert torch.equal(layers[1].running_mean, expected[0])
+    assert torch.equal(layers[1].running_var, expected[1])
+    assert state["loss"] == 0.0
+    assert {"model.module.1.running_mean"} <= set(ck.open(tmp_path).names)
+    # As another way out: the buffers made equal.
+    for buffer in model.buffers():
+        dist.broadcast(buffer, 0)
+    ck.save(tmp_path, state, step=2, timeout=SECONDS)
 
 
 @pytest.mark.ranks(4)

@@ -234,7 +234,7 @@ def test_values_of_ranks_in_another_number_of_ranks(rank, tmp_path):
     rows = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "half"))
     half = {"process_group": rows["half"].get_group()}
     target = {"loader": ck.local({"rng": torch.zeros_like(own["rng"]), "position": -1}), "epoch": 0}
-    with pytest.raises(ck.MismatchError, match=r"loader: values of 4 ranks that saved, but 2 load"):
+    with pytest.raises(ck.MismatchError, match=r"loader: values of 4 ranks that saved, but 2 ranks load"):
         ck.load(tmp_path, target, **half)
     assert target["epoch"] == 0
     ck.load(tmp_path, target, local="keep", **half)

@@ -132,6 +132,26 @@ def test_a_target_with_other_tensors_is_refused(target):
         ck.reshard({"w": torch.arange(4.0)}, target)
 
 
+@pytest.mark.parametrize(
+    "target", [(None, None), None, {}, [], (), (None, ("R",)), "S(0)", 5, [1, 2], {"w": None, "a": 1}], ids=repr
+)
+def test_what_holds_no_tensor_is_neither_layouts_nor_a_target(target):
+    said = r"(?s)new_layouts: expected a tuple \(mesh, placements\), .* in which there is no tensor; nothing was moved"
+    with pytest.raises(ck.MismatchError, match=said + r".*w: only in the state"):
+        ck.reshard({"w": torch.ones(3), "a": 2}, target)
+
+
+def test_a_tensor_that_goes_nowhere_is_named_whatever_stands_in_its_place():
+    state = {"w": torch.ones(3), "deep": {"v": torch.ones(2), "u": [torch.ones(1)]}}
+    for deep, lost in (((1, 2), ["deep.v", "deep.u.0"]), ({"v": torch.zeros(2), "u": (4,)}, ["deep.u.0"])):
+        target = {"w": torch.zeros(3), "deep": deep}
+        with pytest.raises(ck.MismatchError, match="not have the same tensors") as caught:
+            ck.reshard(state, target)
+        lines = str(caught.value).splitlines()
+        assert [name for name in ("w", "deep.v", "deep.u.0") if f"  {name}: only in the state" in lines] == lost
+        assert target["w"].sum() == 0
+
+
 @pytest.mark.ranks(4, pool=True)
 def test_several_rounds_carry_all(rank, world, monkeypatch):
     monkeypatch.setattr(Exchange.prepare, "__defaults__", (4096,))

@@ -6,7 +6,7 @@ import torch
 import vescale_ckpt as ck
 from vescale_ckpt._format import Lease
 from vescale_ckpt._save import base, begin, lease
-from vescale_ckpt.testing import FaultyStorage, MemoryStorage, Slow, at, matching
+from vescale_ckpt.testing import Fail, FaultyStorage, MemoryStorage, Slow, at, matching
 
 FOLDER = "steps/00000001-0a0b0c0d"
 
@@ -112,7 +112,7 @@ def test_the_lease_is_young_when_the_other_ranks_are_waited_for(clocks):
 )
 def test_a_save_that_outlived_its_lease_commits_only_what_is_all_its_own(clocks, options, saved):
     inner = MemoryStorage()
-    state = {"w": torch.ones(1000), "v": torch.zeros(1000)}
+    state = {"w": torch.ones(5000), "v": torch.zeros(1000)}
     ck.save(inner, state, step=1, dedup="content" if options.get("dedup") else "position")
     state["v"] += 1
     storage = FaultyStorage(inner, matching(Slow(lambda: clocks.go(2000)), kind="put", name="w00000.json"))
@@ -140,3 +140,44 @@ def test_files_that_went_meanwhile_are_missed(clocks):
     with pytest.raises(ck.CheckpointError, match="outlived its lease"):
         ck.save(storage, {"w": torch.ones(1000)}, dedup=None)
     assert ck.Checkpointer(inner).steps() == []
+
+
+@pytest.mark.parametrize("slept", [False, True])
+@pytest.mark.parametrize("look", [0, 1])
+def test_a_look_back_that_fails_matters_only_if_the_lease_ran_out(clocks, caplog, slept, look):
+    """While it lives no collection takes the save for dead, so the step is whole; else nobody can tell."""
+    inner = MemoryStorage()
+    ck.save(whole := FaultyStorage(inner), {"w": torch.ones(1000)}, step=1)
+    (commit,) = [o.number for o in whole.operations if o.path.endswith("COMMIT") and o.kind == "put"]
+    inner = MemoryStorage()
+    faults = {commit: Slow(lambda: clocks.go(2000 if slept else 1000)), commit + 1 + look: Fail(5)}
+    storage = FaultyStorage(inner, at(faults))
+    if slept:
+        with pytest.raises(ck.CheckpointError, match=r"outlived its lease.*It is committed.*verify"):
+            ck.save(storage, {"w": torch.ones(1000)}, step=1)
+    else:
+        ck.save(storage, {"w": torch.ones(1000)}, step=1)
+        assert "is committed, though the storage fails" in caplog.text
+        assert not [path for path in inner.files() if path.endswith("LEASE")]
+    assert [o.kind for o in storage.operations[commit : commit + 2]] == ["put", "list"]
+    assert ck.verify(inner).ok
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_step_whose_parts_are_gone_is_taken_back(clocks, fails):
+    inner = MemoryStorage()
+
+    def sleep():
+        clocks.go(2000)
+        for path in [path for path in inner.files() if "/index/" in path]:
+            inner.remove(path)
+
+    plans = [matching(Slow(sleep), kind="put", name="COMMIT")]
+    plans += [matching(Fail(5), kind="remove", name="COMMIT")] * fails
+    storage = FaultyStorage(inner, lambda o: next((fault for plan in plans if (fault := plan(o)) is not None), None))
+    with pytest.raises(ck.CheckpointError, match="outlived its lease") as caught:
+        ck.save(storage, {"w": torch.ones(1000)}, step=1)
+    assert ("by hand" in str(caught.value)) == fails
+    assert [path for path in inner.files() if path.endswith("COMMIT")] == (
+        [] if not fails else [storage.operations[-1].path]
+    )

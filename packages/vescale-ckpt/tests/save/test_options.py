@@ -12,8 +12,10 @@ from vescale_ckpt._save.options import SaveOptions
     [
         ({"dedup": "both"}, "dedup: expected one of"),
         ({"layout": "flat"}, "layout: expected one of"),
+        ({"differing": "last"}, "differing: expected one of"),
         ({"compress": 3}, "compress: expected"),
         ({"layout": "plain", "compress": "zstd"}, 'layout="plain" keeps safetensors files'),
+        ({"layout": "plain", "compress": "auto"}, "compress='auto', dedup='position'. Leave both out"),
         ({"layout": "plain", "dedup": "content"}, 'layout="plain" keeps safetensors files'),
         ({"chunk_bytes": 100}, "chunk_bytes: expected an integer from 4096"),
         ({"chunk_bytes": 5000}, "chunk_bytes: expected a multiple of 4096"),

@@ -13,7 +13,7 @@ from vescale_ckpt._coordination import coordinator
 from vescale_ckpt.testing import FaultyStorage, MemoryStorage
 from vescale_testing import run_threads
 
-EXACT = [{}, {"dedup": None}, {"layout": "plain"}, {"layout": "plain", "compress": "auto"}]
+EXACT = [{}, {"dedup": None}, {"layout": "plain"}]
 NOT_KNOWN = [{"compress": "auto"}, {"compress": "zstd"}, {"dedup": "content"}]
 STATE = {"w": torch.zeros(5000), "t": torch.zeros(3)}
 NEEDED = 20012

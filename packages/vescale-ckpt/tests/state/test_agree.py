@@ -45,9 +45,9 @@ def test_the_order_of_dicts_does_not_count():
     assert digest(*said(other)) == digest(*said(state()))
 
 
-def test_values_of_large_tensors_and_of_local_values_do_not_count():
+def test_one_value_of_a_large_tensor_and_local_values_do_not_count():
     other = state()
-    other["big"] += 1
+    other["big"][1000] += 1  # between the stretches that are compared, as 200 of every 2500 bytes are
     assert digest(*said(other)) == digest(*said(state()))
     assert digest(*said({"a": local(1)})) == digest(*said({"a": local({"b": torch.ones(3)})}))
 
@@ -60,8 +60,9 @@ def test_strides_and_memory_do_not_count():
 
 
 CHANGES = {
-    "small tensor": (lambda s: s["w"][1, 2].add_(1), r"w: float32 \[2, 3\].*sha256.* \| float32 \[2, 3\].*sha256"),
-    "tensor in a table": (lambda s: s["table"][2].neg_(), r"table\.2: .*sha256"),
+    "small tensor": (lambda s: s["w"][1, 2].add_(1), r"w: float32 \[2, 3\].*hash.* \| float32 \[2, 3\].*hash"),
+    "large tensor": (lambda s: s["big"].add_(1), r"big: float32 \[5000\].*hash.* \| float32 \[5000\].*hash"),
+    "tensor in a table": (lambda s: s["table"][2].neg_(), r"table\.2: .*hash"),
     "dtype": (lambda s: s.update(big=s["big"].double()), r"big: float32 \[5000\] R on .* \| float64"),
     "shape": (lambda s: s.update(big=torch.zeros(5001)), r"big: .*\[5000\].* \| .*\[5001\]"),
     "value": (lambda s: s.update(step=4), r"step: 3 \| 4"),
@@ -191,16 +192,72 @@ def test_small_values_of_odd_views():
     assert small_values([plain("w", torch.arange(8.0)[::2])]) == small_values([plain("w", torch.arange(0.0, 8, 2))])
 
 
-def test_small_is_up_to_16_kib_of_replicated_tensors():
-    assert small_values([plain("w", torch.zeros(4096))]).keys() == {"w"}
-    assert small_values([plain("w", torch.zeros(4097))]) == {}
+def test_only_tensors_that_are_replicated_everywhere_are_compared():
     assert small_values([plain("w", torch.zeros(0))]) == {}
-    view = torch.zeros(2)
-    for layout, expected in ((LAYOUTS[0], {"w"}), (LAYOUTS[1], set()), (LAYOUTS[7], set()), (LAYOUTS[12], set())):
-        held = Held(TensorSpec("w", "float32", (2,), layout), [(Box((0,), (2,)), view)])
-        assert small_values([held]).keys() == expected
-    grid = Rule(Mesh((2, 2), range(4)), ("R", "R"))
-    assert small_values([Held(TensorSpec("w", "float32", (2,), grid), [(Box((0,), (2,)), view)])]).keys() == {"w"}
+    for size in (2, 4096, 4097, 100_000):
+        view = torch.zeros(size)
+        for layout, expected in ((LAYOUTS[0], {"w"}), (LAYOUTS[1], set()), (LAYOUTS[7], set()), (LAYOUTS[12], set())):
+            held = Held(TensorSpec("w", "float32", (size,), layout), [(Box((0,), (size,)), view)])
+            assert small_values([held]).keys() == expected
+        grid = Rule(Mesh((2, 2), range(4)), ("R", "R"))
+        held = Held(TensorSpec("w", "float32", (size,), grid), [(Box((0,), (size,)), view)])
+        assert small_values([held]).keys() == {"w"}
+
+
+def changed_bytes_that_count(size):
+    """Return of which bytes a change is seen, by changing each."""
+    data = torch.zeros(size, dtype=torch.uint8)
+    before, seen = small_values([plain("w", data)]), []
+    for at in range(size):
+        data[at] = 1
+        if small_values([plain("w", data)]) != before:
+            seen.append(at)
+        data[at] = 0
+    return seen
+
+
+def test_up_to_16_kib_every_byte_is_compared_and_above_it_a_sample():
+    assert changed_bytes_that_count(16 << 10) == list(range(16 << 10))
+    size = (16 << 10) + 77
+    seen = changed_bytes_that_count(size)
+    assert seen[:512] == list(range(512))
+    assert seen[-512:] == list(range(size - 512, size))
+    assert 8 * 512 <= len(seen) <= 9 * 512
+    jumps = [b - a for a, b in itertools.pairwise(seen) if b - a > 1]
+    assert len(jumps) == 8
+    assert max(jumps) < size // 8, "they are evenly spread"
+
+
+DTYPES = [
+    torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.complex128, torch.bool, torch.uint8,
+    torch.int64, torch.uint16, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.complex32, torch.float4_e2m1fn_x2,
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_sample_does_not_depend_on_strides(dtype):
+    generator = torch.Generator().manual_seed(1)
+    data = torch.randint(0, 2, (211, 101 * dtype.itemsize), generator=generator, dtype=torch.uint8).view(dtype)
+    apart = torch.zeros(211, 2, 101 * dtype.itemsize, dtype=torch.uint8)
+    apart[:, 0] = data.view(torch.uint8)
+    other = apart.view(dtype)[:, 0]
+    assert not other.is_contiguous()
+    assert small_values([plain("w", other)]) == small_values([plain("w", data)])
+    apart[-1, 0, -1] += 1
+    assert small_values([plain("w", other)]) != small_values([plain("w", data)])
+
+
+def test_a_sample_of_conjugates_negatives_and_expanded_tensors():
+    z = torch.randn(60, 70, dtype=torch.complex64, generator=torch.Generator().manual_seed(2))
+    dense = small_values([plain("w", z.conj().resolve_conj())])
+    assert small_values([plain("w", z.conj())]) == dense
+    assert small_values([plain("w", z.t().contiguous().conj().t())]) == dense
+    assert small_values([plain("w", z)]) != dense
+    x = z.real.contiguous().repeat(2, 1)
+    assert small_values([plain("w", torch._neg_view(x))]) == small_values([plain("w", -x)])
+    assert small_values([plain("w", x)]) != small_values([plain("w", -x)])
+    assert small_values([plain("w", torch.ones(1).expand(9999))]) == small_values([plain("w", torch.ones(9999))])
 
 
 def test_layouts_in_words():

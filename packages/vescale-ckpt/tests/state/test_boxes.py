@@ -113,7 +113,7 @@ def test_empty_and_scalar_tensors():
     [
         (
             [[TOP]],
-            r"no rank holds 3 of the 9 elements of a tensor of shape \(3, 3\). 1 ranks hold something of it: \[0\]",
+            r"no rank holds 3 of the 9 elements of a tensor of shape \(3, 3\). 1 rank holds something of it: \[0\]",
         ),
         ([[], []], r"no rank holds 9 of the 9 elements .* 0 ranks"),
         ([[TOP], [], [((1, 0), (2, 3))]], r"rank 0 holds .* and rank 2 holds .*they overlap, but are not the same"),

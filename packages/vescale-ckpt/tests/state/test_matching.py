@@ -171,7 +171,14 @@ def test_a_list_with_values_beside_tensors():
 def test_keys_that_choose_nothing_are_an_error(keys):
     storage = saved({"model": {"w": torch.ones(2)}})
     state = {"model": {"w": torch.zeros(2)}}
-    with pytest.raises(ck.MismatchError, match="keys: no name of the state or of the checkpoint is wanted"):
+    with pytest.raises(
+        ck.MismatchError, match="keys: no name of the state or of the checkpoint is wanted by "
+    ) as caught:
         ck.load(storage, state, keys=keys, strict=False)
+    assert "strict=False" not in str(caught.value)
+    if keys == "modle.*":
+        for call in (lambda: ck.load(storage, state, keys=keys), lambda: ck.load_dict(storage, keys=keys)):
+            with pytest.raises(ck.MismatchError, match=r"is wanted by 'modle\.\*'; near are model"):
+                call()
     assert not state["model"]["w"].any()
     ck.load(saved({}), {}, keys="anything")

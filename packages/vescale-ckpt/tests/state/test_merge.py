@@ -179,6 +179,19 @@ def test_tensors_that_disagree(first, second, message):
     assert "rank 2" in str(caught.value)
 
 
+def test_values_that_differ_may_be_taken_from_the_first_group():
+    trees = [
+        {"step": 1, "loss": {"$float": "nan"}, "x": [{}, {"k": [1, {}]}], "same": 5},
+        {"step": 2, "loss": 0.5, "x": [{}, {"k": [2, {}]}], "same": 5, "more": 3},
+    ]
+    _, tree = merge([((1, 2), [], trees[0]), ((3,), [], trees[1])], first=True)
+    assert tree == trees[0] | {"more": 3}
+    with pytest.raises(RanksError, match=r'step is 1 on rank 1, .*differing="first" to keep that of rank 1 only'):
+        merge([((1, 2), [], trees[0]), ((3,), [], trees[1])])
+    with pytest.raises(RanksError, match="x is null on rank 1, but a dict of 1 on rank 3"):  # no value, but a structure
+        merge([((1,), [], {"x": None}), ((3,), [], {"x": {"a": 1}})], first=True)
+
+
 @pytest.mark.parametrize(
     ("first", "second", "message"),
     [

@@ -10,9 +10,9 @@ from vescale_ckpt.errors import CheckpointError, StorageError
 
 def test_a_full_disk_says_how_much_and_what_to_do() -> None:
     cause = OSError(errno.ENOSPC, "No space left on device")
-    error = storage_error("write", "a/b", "/run", cause, needed=10, free=lambda: 3)
+    error = storage_error("write", "a/b", "/run", cause, needed=10)
     assert str(error) == (
-        "cannot write 'a/b' in /run: the disk is full: 10 more bytes were to be written there, 3 bytes are free. "
+        "cannot write 'a/b' in /run: the disk is full: 10 more bytes were to be written there. "
         "Free some space (vescale-ckpt gc removes what no step needs) and retry"
     )
     assert "more bytes" not in str(storage_error("write", "a", "/run", cause))

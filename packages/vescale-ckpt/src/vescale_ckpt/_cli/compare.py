@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from .arguments import UsageError, add_common, one_step, split_path
+from .arguments import PATH_HELP, UsageError, add_common, add_path, chosen, one_step, split_path, store_at
 from .progress import Bar
 from .tables import count, number, printable, size, table, write, write_json
 
@@ -14,9 +14,12 @@ __all__ = ["register"]
 
 def register(commands: Any) -> None:
     """Add the commands."""
-    verify = commands.add_parser("verify", help="compare every byte with its checksum; status 1 if one is damaged")
-    verify.add_argument("path", help="folder or URL, with @STEP for another than the latest, or @all")
-    verify.add_argument("--all", action="store_true", help="look at all steps")
+    verify = commands.add_parser(
+        "verify",
+        help="compare every byte of the latest step (--all: of all) with its checksum; status 1 if damaged",
+    )
+    add_path(verify, f"{PATH_HELP}, or @all")
+    verify.add_argument("--all", action="store_true", help="look at all steps, not at the latest or given one only")
     verify.add_argument("--threads", type=int, default=2, help="that read and decode (default 2)")
     verify.set_defaults(run=run_verify)
     add_common(verify)
@@ -33,7 +36,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
     """Verify a step, or all."""
     from .._ops import verify
 
-    path, step = split_path(arguments.path)
+    path, step = split_path(chosen(arguments.path, arguments.step))
     if arguments.threads < 1:
         raise UsageError(f"--threads: expected at least 1, but got {arguments.threads}.")
     if arguments.all:
@@ -41,7 +44,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
             raise UsageError(f"--all: {arguments.path} names one step already.")
         step = "all"
     with Bar("verify") as bar:
-        report = verify(path, step, threads=arguments.threads, progress=bar)
+        report = verify(store_at(path), step, threads=arguments.threads, progress=bar)
     if arguments.json:
         write_json({"ok": report.ok, "damaged_tensors": report.tensors, "report": report})
         return 0 if report.ok else 1
@@ -61,8 +64,9 @@ def run_diff(arguments: argparse.Namespace) -> int:
     """Compare two steps."""
     from .._ops import diff
 
+    (a, first), (b, second) = one_step(arguments.a), one_step(arguments.b)
     with Bar("diff") as bar:
-        report = diff(one_step(arguments.a), one_step(arguments.b), read=arguments.read, progress=bar)
+        report = diff((store_at(a), first), (store_at(b), second), read=arguments.read, progress=bar)
     if arguments.json:
         write_json({"equal": report.equal, "report": report})
         return 0 if report.equal else 1

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any
 
-from .arguments import UsageError, add_common, one_step, split_path
+from .._format.paths import MARKER
+from ..errors import CheckpointError
+from .arguments import UsageError, add_common, one_step, opened, split_path, store_at
 from .progress import Bar
 from .tables import count, printable, size, write, write_json
 
 __all__ = ["register"]
 
+PROGRAM = "vescale-ckpt"
 FORMATS = ("safetensors", "hf", "torch", "dcp")
 HINT = "of safetensors and hf only"
 
@@ -61,7 +65,7 @@ def run_export(arguments: argparse.Namespace) -> int:
     with Bar("export") as bar:
         report = _checked(
             export,
-            path,
+            store_at(path),
             arguments.out,
             arguments.format,
             step=step,
@@ -89,13 +93,14 @@ def run_import(arguments: argparse.Namespace) -> int:
     path, step = split_path(arguments.path)
     if isinstance(step, str):
         raise UsageError(f"{arguments.path}: give the number of the step that is to be made, or none.")
+    _refuse_store(arguments.src)
     if arguments.format is None:
         arguments.format = detect(arguments.src)
     with Bar("import") as bar:
         report = _checked(
             import_,
             arguments.src,
-            path,
+            opened(path),
             arguments.format,
             step=step,
             keys=arguments.keys,
@@ -111,6 +116,16 @@ def run_import(arguments: argparse.Namespace) -> int:
     what = f"{count(report.tensors, 'tensor')}, {count(report.values, 'other value')}, {size(report.bytes)}"
     write(f"{report.format} -> step {report.info.step}: {what}")
     return 0
+
+
+def _refuse_store(src: str) -> None:
+    """Raise CheckpointError for a store of this package, with or without @STEP."""
+    folder = split_path(src)[0]
+    if os.path.isfile(os.path.join(folder, MARKER)):
+        raise CheckpointError(
+            f"src: {folder} is a store of {PROGRAM} already, so there is nothing to import: `{PROGRAM} ls {folder}` "
+            f"lists its steps, `{PROGRAM} export` writes one in another format."
+        )
 
 
 def _of_safetensors(arguments: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from typing import Any
 
-from .arguments import UsageError, add_common, one_step, parse_slice, parse_step
+from .._state import Local
+from ..errors import MissingStepError
+from .arguments import UsageError, add_common, add_path, chosen, one_step, parse_slice, split_path, store_at
 from .tables import count, number, printable, size, table, when, write, write_json
 
 __all__ = ["register"]
@@ -14,12 +17,11 @@ __all__ = ["register"]
 def register(commands: Any) -> None:
     """Add the commands."""
     ls = commands.add_parser("ls", help="list the steps of a store")
-    ls.add_argument("path", help="folder or URL")
+    add_path(ls, "folder or URL, with @STEP for that step alone")
     ls.set_defaults(run=run_ls)
     add_common(ls)
     show = commands.add_parser("show", help="show what is in a step: keys, shapes, layouts, sizes, ratios")
-    show.add_argument("path", help="folder or URL; PATH@STEP works too")
-    show.add_argument("step", nargs="?", help="number of the step; the latest if left out")
+    add_path(show)
     show.add_argument("key", nargs="?", help="only keys that this pattern matches, e.g. 'model.*'")
     show.set_defaults(run=run_show)
     add_common(show)
@@ -27,6 +29,7 @@ def register(commands: Any) -> None:
     cat.add_argument("path", help="folder or URL, with @STEP for another than the latest")
     cat.add_argument("key", help="its key, as show lists it")
     cat.add_argument("--slice", help="only this part, e.g. 0:4,:")
+    cat.add_argument("--rank", type=int, metavar="R", help="whose value, where each rank has its own")
     cat.set_defaults(run=run_cat)
     add_common(cat)
 
@@ -35,7 +38,10 @@ def run_ls(arguments: argparse.Namespace) -> int:
     """List the steps; the status is 1 if one is damaged."""
     from .._ops import steps
 
-    view = steps(arguments.path)
+    path, step = split_path(chosen(arguments.path, arguments.step))
+    view = steps(store_at(path))
+    if step not in (None, "all"):
+        view = _only(view, step)
     damaged = [info for info in view.steps if info.problem]
     if arguments.json:
         write_json(view)
@@ -63,15 +69,23 @@ def run_ls(arguments: argparse.Namespace) -> int:
     return 1 if damaged else 0
 
 
+def _only(view: Any, step: int | str | None) -> Any:
+    """Return a view of a store with one step alone."""
+    there = [info.step for info in view.steps]
+    found = view.steps[-1:] if step == "latest" else tuple(info for info in view.steps if info.step == step)
+    if not found:
+        raise MissingStepError(f"{view.path}: no step {step}; there are: {', '.join(map(str, there)) or 'none'}.")
+    return dataclasses.replace(view, steps=found, others=())
+
+
 def run_show(arguments: argparse.Namespace) -> int:
     """Show a step."""
     from .._ops import describe
 
-    path, step = one_step(arguments.path)
     words = [word for word in (arguments.step, arguments.key) if word is not None]
-    if words and (len(words) == 2 or words[0] == "latest" or words[0].isdecimal()):
-        step = parse_step(words.pop(0))
-    view = describe(path, step, words[0] if words else None)
+    beside = words.pop(0) if words and (len(words) == 2 or words[0] == "latest" or words[0].isdecimal()) else None
+    path, step = one_step(chosen(arguments.path, beside))
+    view = describe(store_at(path), step, words[0] if words else None)
     if arguments.json:
         ratios = {"dedup_ratio": view.dedup_ratio, "compression_ratio": view.compression_ratio}
         write_json({"info": view.info, "options": view.options, **ratios, "leaves": view.leaves})
@@ -104,11 +118,12 @@ def run_cat(arguments: argparse.Namespace) -> int:
     import torch
 
     from .._load import TensorView, open_checkpoint
+    from .local import value_at
 
     path, step = one_step(arguments.path)
     index = parse_slice(arguments.slice) if arguments.slice is not None else None
-    with open_checkpoint(path, step) as checkpoint:
-        value = checkpoint[arguments.key]
+    with open_checkpoint(store_at(path), step) as checkpoint:
+        value = value_at(checkpoint, arguments.key, arguments.rank)
         if not isinstance(value, TensorView):
             if index is not None:
                 raise UsageError(f"--slice: {arguments.key!r} is no tensor.")
@@ -139,7 +154,9 @@ def run_cat(arguments: argparse.Namespace) -> int:
 
 
 def _described(value: Any, view: type) -> Any:
-    """Return a part of a state with short descriptions in place of tensors."""
+    """Return a part of a state with short descriptions in place of tensors, and of values of single ranks."""
+    if isinstance(value, Local):
+        return "of each rank"
     if isinstance(value, view):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"  # type: ignore[attr-defined]
     if isinstance(value, dict):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import time
 from typing import Any
 
-from .arguments import UsageError, add_common, one_step
+from .arguments import UsageError, add_common, add_path, chosen, one_step, store_at
 from .tables import count, printable, size, write, write_json
 
 __all__ = ["register"]
@@ -28,7 +29,7 @@ def register(commands: Any) -> None:
     add_common(gc)
     for name, help_text in (("pin", "keep a step whatever gc is told"), ("unpin", "let gc remove a step again")):
         command = commands.add_parser(name, help=help_text)
-        command.add_argument("path", help="folder or URL, with @STEP for another than the latest")
+        add_path(command)
         command.set_defaults(run=run_pin)
         add_common(command)
 
@@ -36,6 +37,7 @@ def register(commands: Any) -> None:
 def run_gc(arguments: argparse.Namespace) -> int:
     """Collect garbage; the status is 1 if damage kept it from removing more."""
     from .._ops import Keep, gc
+    from .._ops.leases import lease_text
 
     best = _best(arguments.keep_best) if arguments.keep_best is not None else None
     rules = (arguments.keep_last, arguments.keep_every, best, arguments.keep_hours)
@@ -49,7 +51,7 @@ def run_gc(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         raise UsageError(str(error)) from None
     report = gc(
-        arguments.path,
+        store_at(arguments.path),
         keep=keep,
         dry_run=arguments.dry_run,
         grace=arguments.grace,
@@ -66,8 +68,9 @@ def run_gc(arguments: argparse.Namespace) -> int:
         write(f"{verb} {count(len(report.unfinished), 'unfinished save')}: {', '.join(report.unfinished)}")
     if report.retained_bytes:
         write(f"{size(report.retained_bytes)} of removed steps stay, since later steps refer to them")
-    if report.running:
-        write(f"left alone, being saved: {', '.join(report.running)}")
+    for folder in report.running:
+        told = lease_text(report.leases.get(folder), time.time())
+        write(f"left alone, being saved, or a save that has died: {folder}: {told}")
     write(f"{count(len(report.kept), 'step')} stay: {', '.join(map(str, report.kept)) or 'none'}")
     for problem in report.problems:
         write(printable(problem))
@@ -78,8 +81,8 @@ def run_pin(arguments: argparse.Namespace) -> int:
     """Pin or unpin a step."""
     from .._ops import pin, unpin
 
-    path, step = one_step(arguments.path)
-    done = (pin if arguments.command == "pin" else unpin)(path, step)
+    path, step = one_step(chosen(arguments.path, arguments.step))
+    done = (pin if arguments.command == "pin" else unpin)(store_at(path), step)
     if arguments.json:
         write_json({"step": done, "pinned": arguments.command == "pin"})
     else:

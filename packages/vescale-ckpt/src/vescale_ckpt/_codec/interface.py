@@ -1,4 +1,4 @@
-"""What a codec is, and the rules that all codecs share.
+"""The rules that all codecs share; `protocols.Codec` says what one is.
 
 A codec sees the bytes of one chunk and the width of the numbers in them; all numbers are little-endian.
 """
@@ -6,50 +6,16 @@ A codec sees the bytes of one chunk and the width of the numbers in them; all nu
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from ..errors import FormatError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from ..protocols import Codec
 
 __all__ = ["BLOCK", "Codec", "check_bytes", "check_width", "number_width", "require_little_endian"]
 
 BLOCK = 32768
 """Elements per call of an elementwise torch operator: with more, torch would wake its intra-op threads."""
-
-
-class Codec(Protocol):
-    """Turns the bytes of a chunk into fewer bytes and back; used by many threads at a time."""
-
-    name: str
-    """What the index of a checkpoint calls it."""
-
-    def encode(self, data: torch.Tensor, itemsize: int) -> Sequence[memoryview] | None:
-        """Encode one chunk.
-
-        Args:
-            data: 1-D contiguous uint8 on the CPU; not changed, not kept.
-            itemsize: bytes of one number of the chunk, see `number_width`; the chunk need not end with a whole one.
-
-        Returns:
-            The bytes to store, in order, or None if they would not be fewer. They are valid until the next call on
-            the same thread.
-        """
-
-    def decode(self, stored: memoryview, out: torch.Tensor, itemsize: int) -> None:
-        """Decode one chunk. Must not allocate by a number in the data.
-
-        Args:
-            stored: what `encode` returned, as one run of bytes; not trusted.
-            out: 1-D contiguous uint8 on the CPU, as long as the chunk was; filled.
-            itemsize: as at `encode`.
-
-        Raises:
-            CorruptionError: `stored` is not what `encode` can have made of a chunk of this size.
-        """
 
 
 def number_width(dtype: torch.dtype) -> int:

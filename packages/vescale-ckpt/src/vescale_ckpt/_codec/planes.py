@@ -47,8 +47,6 @@ _UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 class Planes:
     """The codec "planes"."""
 
-    name = "planes"
-
     def encode(self, data: torch.Tensor, itemsize: int) -> list[memoryview] | None:
         """Encode one chunk; see `Codec.encode`."""
         check_bytes("data", data)

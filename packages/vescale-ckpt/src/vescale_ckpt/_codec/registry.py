@@ -7,6 +7,7 @@ import threading
 
 from .._hooks import register_codecs
 from ..errors import FormatError
+from .checked import Checked, check_members
 from .interface import Codec, require_little_endian
 from .planes import Planes
 from .zstd import Zstd
@@ -24,18 +25,18 @@ class Registry:
     """Takes codecs under names; see `hookspecs.CodecRegistry`."""
 
     def __init__(self) -> None:
-        self.codecs: dict[str, Codec] = {}
+        self.codecs: dict[str, Codec] = {"zstd": Zstd(), "planes": Planes()}
 
     def register(self, name: str, codec: Codec) -> None:
         """Add a codec.
 
         Args:
             name: 1 to 16 of a-z, 0-9, "_", ".", "-", a letter first; not taken, not "raw" or "auto".
-            codec: has the members of `Codec`.
+            codec: has the members of `Codec`; what it returns is checked from then on.
 
         Raises:
             ValueError: the name is not allowed or taken.
-            TypeError: `codec` lacks a member.
+            TypeError: `codec` lacks a member, or one takes other arguments.
         """
         if not isinstance(name, str) or not _NAME.fullmatch(name) or name in _RESERVED:
             raise ValueError(
@@ -43,15 +44,14 @@ class Registry:
                 f"and not {' or '.join(_RESERVED)}"
             )
         if name in self.codecs:
-            taken = type(self.codecs[name])
+            other = self.codecs[name]
+            taken = type(other.codec if isinstance(other, Checked) else other)
             raise ValueError(
                 f"name = {name!r}: taken by {taken.__module__}.{taken.__qualname__}; choose another, "
                 "or switch one of the two plugins off (VESCALE_PLUGINS_OFF)"
             )
-        lacking = [member for member in ("encode", "decode") if not callable(getattr(codec, member, None))]
-        if lacking:
-            raise TypeError(f"codec = {codec!r}, registered as {name!r}: lacks {', '.join(lacking)}")
-        self.codecs[name] = codec
+        check_members(name, codec)
+        self.codecs[name] = Checked(name, codec)
 
 
 def codec(name: str) -> Codec:
@@ -64,14 +64,15 @@ def codec(name: str) -> Codec:
         FormatError: no codec is called so here, or this machine is big-endian.
 
     Example:
-        >>> codec("planes").name
-        'planes'
+        >>> type(codec("planes")).__name__
+        'Planes'
     """
     found = _registry().codecs.get(name)
     if found is None:
         raise FormatError(
-            f"codec = {name!r}: not known here (there are {', '.join(codec_names())}); the checkpoint was damaged, or "
-            "saved with a plugin that is not installed or switched off (python -m vescale_ckpt plugins)"
+            f"codec = {name!r}: not known here (there are {', '.join(codec_names())}), so what it encoded cannot be "
+            "decoded: install the plugin that brings it, or switch it on (python -m vescale_ckpt plugins lists those "
+            "that are there)"
         )
     return found
 
@@ -96,8 +97,6 @@ def _registry() -> Registry:
         if _loaded is None:
             require_little_endian()
             registry = Registry()
-            registry.register("zstd", Zstd())
-            registry.register("planes", Planes())
             register_codecs(registry)
             _loaded = registry
         return _loaded

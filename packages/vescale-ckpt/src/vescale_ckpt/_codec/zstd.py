@@ -99,8 +99,6 @@ def decompress(frame: memoryview, length: int) -> bytes:
 class Zstd:
     """The codec "zstd"."""
 
-    name = "zstd"
-
     def encode(self, data: torch.Tensor, itemsize: int) -> list[memoryview] | None:
         """Encode one chunk; see `Codec.encode`."""
         check_bytes("data", data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch.distributed as dist
@@ -24,6 +25,9 @@ def coordinator(
 ) -> Members:
     """Return the members of a process group, or this process alone where torch.distributed is not initialized.
 
+    A process that a launcher (torchrun) has started as one of several ranks, as `WORLD_SIZE` says, is not alone: such
+    ranks would all write the same step.
+
     Args:
         process_group: the group; None: all ranks.
         store: a `torch.distributed.Store` that members share, to talk over instead of the group's own. Without a
@@ -33,7 +37,8 @@ def coordinator(
         timeout: seconds to wait for other members, in each call.
 
     Raises:
-        RanksError: this process is not in the group, or the group has no store to talk over.
+        RanksError: this process is not in the group, the group has no store to talk over, or the process is one of
+            several ranks and has not called `init_process_group`.
         ValueError: `rank`, `world` or `timeout` is out of range.
 
     Example:
@@ -56,6 +61,7 @@ def coordinator(
                 "process_group: torch.distributed is not initialized, or was destroyed. Save and load before "
                 "destroy_process_group(), or give store, rank and world."
             )
+        _check_launch()
         return Alone()
     # Looked up once: a background thread of a thread-based group would see another world.
     groups = dist.distributed_c10d._world.pg_map
@@ -79,6 +85,20 @@ def coordinator(
                 f"ranks share, so they cannot agree on anything. Give `store`, or a group of this rank alone."
             )
     return _members(store, member, ranks, timeout, lambda: group not in groups)
+
+
+def _check_launch() -> None:
+    """Raise RanksError in one of several ranks that never joined the others."""
+    told = os.environ.get("WORLD_SIZE", "")
+    if not (dist.is_available() and told.isascii() and told.isdigit() and int(told) > 1):
+        return
+    rank = os.environ.get("RANK", "?")
+    raise RanksError(
+        f"process_group: the environment says WORLD_SIZE={told}, RANK={rank}, but torch.distributed is not "
+        f"initialized, so the {told} ranks do not know of each other, and each would save or load for itself. Call "
+        f"torch.distributed.init_process_group() first, and save and load before destroy_process_group(). If this "
+        f"process is to work alone, pass process_group=new_group([rank]), or start it with WORLD_SIZE=1."
+    )
 
 
 def _members(store: Any, rank: int, ranks: tuple[int, ...], timeout: float, gone: Any = None) -> Members:

@@ -13,7 +13,7 @@ from .._storage import Storage
 from ..errors import CorruptionError, FormatError, MissingStepError, StorageError
 from .commit import Committed, read_commit, read_manifest
 from .fields import NewerFormatError
-from .paths import COMMIT, STEPS, parse_step_folder, step_path
+from .paths import COMMIT, MARKER, REMOVED, STEPS, parse_step_folder, step_path
 
 __all__ = ["Problem", "StepFolders", "committed", "find", "newest", "problems"]
 
@@ -105,6 +105,8 @@ class StepFolders:
         try:
             return read_commit(self._storage, folder)
         except MissingStepError:
+            if any(entry.name == REMOVED for entry in self._storage.list(folder)):
+                return Problem(name, "unfinished", "removed; what is left of it is data that other steps may need")
             return Problem(name, "unfinished", "no COMMIT: being saved, or never finished")
         except FormatError as error:
             return Problem(name, "newer" if isinstance(error, NewerFormatError) else "commit", str(error))
@@ -162,6 +164,11 @@ def find(storage: Storage, step: int | str = "latest") -> Committed:
         if steps:
             return steps[-1]
     sound, others = folders.all()
+    if not sound and not others:
+        entries = storage.list("")
+        if not any(entry.name == MARKER for entry in entries):
+            what = "this is no store: no save has made it one" if entries else "there is no such folder, or it is empty"
+            raise MissingStepError(f"{storage.url}: no committed checkpoint; {what}. Check the path.")
     there = sorted({entry.step for entry in sound})
     some = ", ".join(map(str, there[-16:])) if there else "none"
     some = f"..., {some}" if len(there) > 16 else some

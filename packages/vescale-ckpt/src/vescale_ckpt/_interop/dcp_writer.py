@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import pickle
+import weakref
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, cast
@@ -50,7 +51,9 @@ class VescaleWriter(StorageWriter):
     """Lets `torch.distributed.checkpoint.save` and `async_save` write steps of a store.
 
     `vescale_ckpt.load` and `open` read them, and `dcp.load` by a `VescaleReader`. With chunks, checksums, references to
-    the step before and an atomic commit, as `vescale_ckpt.save` has them.
+    the step before and an atomic commit, as `vescale_ckpt.save` has them. What a failed save has left is removed at
+    once where the coordinator failed itself. It is not told of the failure of another rank, so that is cleared up when
+    the writer is used again or is no longer in use, at the latest when the program ends.
 
     Args:
         path: the store: a folder, a URL, or a storage.
@@ -102,16 +105,19 @@ class VescaleWriter(StorageWriter):
         self._asked: int | None = None
         self._storage: Storage | None = None
         self._part: Part | None = None
+        self._end: weakref.finalize[Any, Any] | None = None
         self._whole: Whole | None = None
         self._plans: list[SavePlan] = []
         self._meter = Meter()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what another process needs that saves: nothing of a save that runs."""
-        return {**self.__dict__, "_storage": None, "_part": None, "_whole": None, "_plans": [], "_meter": None}
+        idle = dict.fromkeys(("_storage", "_part", "_end", "_whole", "_meter"))
+        return {**self.__dict__, **idle, "_plans": []}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a save; the step is what `checkpoint_id` ends in, if the writer was not given one."""
+        self._give_up()
         self._asked = None if checkpoint_id is None or self._step is not None else step_of(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -133,14 +139,13 @@ class VescaleWriter(StorageWriter):
         """Make the step's folder, number the tensors, and tell each rank. Called on the coordinator."""
         plans = self._complete(plans)
         storage, options = self._opened(), self._options
-        if self._part is not None:  # the last save failed on a rank
-            _clean_up(self._part, 0)
-        self._part = None
+        self._give_up()
         whole = self._whole = whole_of(plans)
         step = self._step if self._step is not None else self._asked
         start = begin(storage, step, options, (tuple(range(len(plans))),), total_bytes(whole.specs))
         lease = start.lease(storage, options)
-        self._part = Part(storage, start, whole.specs, None, self._metadata, [], [], [], {}, options, None, lease=lease)
+        part = Part(storage, start, whole.specs, None, self._metadata, [], [], [], {}, options, None, lease=lease)
+        self._part, self._end = part, weakref.finalize(self, _end_of, part, os.getpid())
         told = []
         for writer, plan in enumerate(whole.plans):
             names = {item.index.fqn for item in plan.items if item.type is not WriteItemType.BYTE_IO}
@@ -157,6 +162,13 @@ class VescaleWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write what the plan gives to this rank, durably."""
+        try:
+            return self._write(plan, planner)
+        except BaseException:
+            self._give_up()  # `finish` is not called then; on the other ranks this does nothing
+            raise
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         told = json.loads(plan.storage_data)
         start = Start.from_bytes(json.dumps(told["start"]).encode())
         writer, world, storage = told["writer"], told["world"], self._opened()
@@ -229,10 +241,9 @@ class VescaleWriter(StorageWriter):
             self._meter.enter("commit")
             totals = commit(part, [said["report"] for said in sent])
         except BaseException:
-            _clean_up(part, 0)
+            self._give_up()
             raise
-        finally:
-            self._part = self._whole = None
+        self._settle()
         self._meter.enter("done")
         self.info = SaveInfo(
             part.storage.url,
@@ -253,6 +264,19 @@ class VescaleWriter(StorageWriter):
             return False
         return True
 
+    def _give_up(self) -> None:
+        """Remove what the last save has left, if it was neither committed nor given up; on the coordinator."""
+        part = self._part
+        self._settle()
+        if part is not None:
+            _clean_up(part, 0)
+
+    def _settle(self) -> None:
+        """Forget the last save: nothing of it is left to be removed."""
+        if self._end is not None:
+            self._end.detach()
+        self._part = self._end = self._whole = None
+
     def _opened(self) -> Storage:
         if self._storage is None:
             self._storage = open_storage(self._path, fsync=self._fsync)
@@ -269,6 +293,12 @@ class VescaleWriter(StorageWriter):
             plans = [plan if plan.usable else old for plan, old in zip(plans, self._plans, strict=True)]
         self._plans = list(plans)
         return plans
+
+
+def _end_of(part: Part, process: int) -> None:
+    """Remove what a save has left whose writer is no longer in use; in a forked child it is still the parent's."""
+    if os.getpid() == process:
+        _clean_up(part, 0)
 
 
 def _task(planner: SavePlanner, item: WriteItem, number: int) -> Task:

@@ -106,11 +106,10 @@ def export_safetensors(
         CheckpointError: something is at `out` already.
 
     Example:
-        >>> import tempfile
-        >>> from vescale_ckpt import save
+        >>> import tempfile, torch, vescale_ckpt as ck
         >>> folder = tempfile.mkdtemp()
-        >>> _ = save(f"{folder}/run", {"model": {"w": torch.ones(2, 3), "name": "a"}, "step": 3})
-        >>> report = export_safetensors(f"{folder}/run", f"{folder}/hf", format="hf")
+        >>> _ = ck.save(f"{folder}/run", {"model": {"w": torch.ones(2, 3), "name": "a"}, "step": 3})
+        >>> report = ck.export_safetensors(f"{folder}/run", f"{folder}/hf", format="hf")
         >>> report.tensors, report.skipped
         (1, ('model.name',))
         >>> from safetensors.torch import load_file

@@ -68,14 +68,13 @@ def import_safetensors(
         StorageError: the storage failed.
 
     Example:
-        >>> import tempfile
+        >>> import tempfile, torch, vescale_ckpt as ck
         >>> from safetensors.torch import save_file
-        >>> from vescale_ckpt import load_dict
         >>> folder = tempfile.mkdtemp()
         >>> save_file({"w": torch.arange(3)}, f"{folder}/a.safetensors")
-        >>> import_safetensors(f"{folder}/a.safetensors", f"{folder}/run", under="model").info.step
+        >>> ck.import_safetensors(f"{folder}/a.safetensors", f"{folder}/run", under="model").info.step
         0
-        >>> load_dict(f"{folder}/run")
+        >>> ck.load_dict(f"{folder}/run")
         {'model': {'w': tensor([0, 1, 2])}}
     """
     options = SaveOptions(compress=compress, dedup=dedup, overwrite=overwrite)

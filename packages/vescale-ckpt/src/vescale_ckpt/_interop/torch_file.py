@@ -79,11 +79,10 @@ def export_torch(
         CheckpointError: something is at `out` already.
 
     Example:
-        >>> import tempfile
-        >>> from vescale_ckpt import save
+        >>> import tempfile, torch, vescale_ckpt as ck
         >>> folder = tempfile.mkdtemp()
-        >>> _ = save(f"{folder}/run", {"model": {"w": torch.ones(2)}, "step": 3})
-        >>> _ = export_torch(f"{folder}/run", f"{folder}/state.pt")
+        >>> _ = ck.save(f"{folder}/run", {"model": {"w": torch.ones(2)}, "step": 3})
+        >>> _ = ck.export_torch(f"{folder}/run", f"{folder}/state.pt")
         >>> torch.load(f"{folder}/state.pt", weights_only=True)
         {'model': {'w': tensor([1., 1.])}, 'step': 3}
     """
@@ -160,10 +159,10 @@ def import_torch(
         StateError: it holds a tensor or value that no checkpoint holds.
 
     Example:
-        >>> import tempfile
+        >>> import tempfile, torch, vescale_ckpt as ck
         >>> folder = tempfile.mkdtemp()
         >>> torch.save({"w": torch.ones(2), "epoch": 1}, f"{folder}/a.pt")
-        >>> report = import_torch(f"{folder}/a.pt", f"{folder}/run")
+        >>> report = ck.import_torch(f"{folder}/a.pt", f"{folder}/run")
         >>> report.tensors, report.values
         (1, 1)
     """

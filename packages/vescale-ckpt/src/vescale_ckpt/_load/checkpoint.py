@@ -18,7 +18,9 @@ from .._geometry import Box
 from .._state import dtype_of
 from .._storage import Storage, open_storage
 from .._threads import Workers
-from ..errors import MismatchError, MissingStepError
+from .._words import counted
+from ..errors import CorruptionError, MismatchError, MissingStepError
+from .earlier import with_earlier
 from .plan import IndexView, Plan, Planner
 from .reader import Damage, Reader, ReadStats, corruption
 from .target import Request
@@ -26,6 +28,7 @@ from .view import TensorView
 
 __all__ = ["Checkpoint", "open_checkpoint"]
 
+PARTLY = "The targets hold what could be read; they are not valid."
 INDEX_THREADS = 8
 """Indexes that are read at a time: they are small, and reading them is mostly waiting."""
 
@@ -46,11 +49,10 @@ def open_checkpoint(
         FormatError: it was written by a newer version, or is none.
 
     Example:
-        >>> import tempfile, torch
-        >>> from vescale_ckpt import save
+        >>> import tempfile, torch, vescale_ckpt as ck
         >>> folder = tempfile.mkdtemp()
-        >>> _ = save(folder, {"model": {"w": torch.arange(12).view(4, 3)}}, step=7)
-        >>> with open_checkpoint(folder) as checkpoint:
+        >>> _ = ck.save(folder, {"model": {"w": torch.arange(12).view(4, 3)}}, step=7)
+        >>> with ck.open(folder) as checkpoint:
         ...     checkpoint.step, checkpoint.names, checkpoint.tensor("model.w")[1:3, 0].tolist()
         (7, ('model.w',), [3, 6])
     """
@@ -76,7 +78,7 @@ class Checkpoint:
         """Folder of the step in the store."""
         self.commit: Commit = committed.commit
         """What its COMMIT says."""
-        self.manifest: Manifest = read_manifest(storage, committed) if manifest is None else manifest
+        self.manifest: Manifest = _manifest(storage, committed) if manifest is None else manifest
         """What it holds."""
         self.names: tuple[str, ...] = tuple(record.name for record in self.manifest.tensors)
         """Names of the tensors, but for those of single ranks."""
@@ -210,6 +212,7 @@ class Checkpoint:
         out: Tensor | None = None,
         *,
         writer: int | None = None,
+        device: torch.device | str | None = None,
         verify: bool = True,
     ) -> Tensor:
         """Read a box of a tensor; `TensorView` is the comfortable way.
@@ -217,8 +220,9 @@ class Checkpoint:
         Args:
             number: of the tensor; with `writer`, of its own ones, counted from 0.
             box: which elements; None: all.
-            out: where they go, any strides and device; None: a new CPU tensor.
+            out: where they go, any strides and device; None: a new tensor.
             writer: whose own tensor it is; None: one of the whole.
+            device: of the new tensor; None: the CPU.
             verify: check the checksums of all chunks that are read.
 
         Raises:
@@ -229,11 +233,12 @@ class Checkpoint:
         record = self._planner.record(number, writer)
         box = Box.whole(record.shape) if box is None else box
         dtype = dtype_of(record.dtype)
+        consequence = PARTLY
         if out is None:
-            out = torch.empty(box.shape, dtype=dtype)
+            out, consequence = torch.empty(box.shape, dtype=dtype, device=device), "Nothing was returned."
         elif out.dtype != dtype:
             raise MismatchError(f"out: {record.name} is {record.dtype}, but the target is {out.dtype}.")
-        self.read_many([Request(number, box, out, writer)], verify=verify)
+        self.read_many([Request(number, box, out, writer)], verify=verify, consequence=consequence)
         return out
 
     def read_many(
@@ -243,7 +248,7 @@ class Checkpoint:
         verify: bool = True,
         threads: int | None = None,
         progress: Callable[[int], None] | None = None,
-        consequence: str = "The targets hold what could be read; they are not valid.",
+        consequence: str = PARTLY,
     ) -> ReadStats:
         """Read many boxes at once, each chunk once.
 
@@ -262,7 +267,8 @@ class Checkpoint:
         plan = self._planner.plan(list(requests))
         stats, damages = self.carry_out(plan, verify=verify, threads=threads, progress=progress)
         if damages:
-            raise corruption(damages, self.storage.url, self.folder, consequence)
+            error = corruption(damages, self.storage.url, self.folder, consequence)
+            raise with_earlier(error, self.storage, self.step)
         return stats
 
     def carry_out(
@@ -294,12 +300,23 @@ class Checkpoint:
         if found is None:
             if not 0 <= writer < self.manifest.world:
                 raise MissingStepError(
-                    f"rank: step {self.step} was saved by {self.manifest.world} ranks, not {writer}."
+                    f"rank: step {self.step} was saved by {counted(self.manifest.world, 'rank')}, numbered from 0, so "
+                    f"there is none of number {writer}."
                 )
-            found = IndexView(read_index(self.storage, self._committed, self.manifest, writer))
+            try:
+                found = IndexView(read_index(self.storage, self._committed, self.manifest, writer))
+            except CorruptionError as error:
+                raise with_earlier(error, self.storage, self.step) from None
             with self._lock:
                 found = self._indexes.setdefault(writer, found)
         return found
+
+
+def _manifest(storage: Storage, committed: Committed) -> Manifest:
+    try:
+        return read_manifest(storage, committed)
+    except CorruptionError as error:
+        raise with_earlier(error, storage, committed.step) from None
 
 
 def _named_items(root: Any) -> Iterator[tuple[Any, str]]:

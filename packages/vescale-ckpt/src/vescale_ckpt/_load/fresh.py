@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,9 +13,10 @@ from .. import _state
 from .._geometry import Box
 from .._save.running import wait_for
 from .._storage import Storage, open_storage
+from .._words import counted
 from ..errors import MismatchError
 from .checkpoint import open_checkpoint
-from .names import chooser
+from .names import asked, chooser
 from .target import Request
 
 __all__ = ["load_dict"]
@@ -55,11 +55,10 @@ def load_dict(
         CorruptionError: it is damaged; the message names the tensors.
 
     Example:
-        >>> import tempfile
-        >>> from vescale_ckpt import save
+        >>> import tempfile, torch, vescale_ckpt as ck
         >>> folder = tempfile.mkdtemp()
-        >>> _ = save(folder, {"model": {"w": torch.ones(2)}, "step": 3})
-        >>> load_dict(folder), load_dict(folder, keys="step")
+        >>> _ = ck.save(folder, {"model": {"w": torch.ones(2)}, "step": 3})
+        >>> ck.load_dict(folder), ck.load_dict(folder, keys="step")
         ({'model': {'w': tensor([1., 1.])}, 'step': 3}, {'step': 3})
     """
     storage = open_storage(path)
@@ -74,9 +73,9 @@ def load_dict(
         if rank is None:
             kept -= {id(leaf) for leaf in _state.leaves_of(root) if leaf.kind == "local"}
         if not _prune(root, kept, wanted) and names:
-            near = difflib.get_close_matches(keys, names.values(), 3) if isinstance(keys, str) else []
-            hint = f"; near are {', '.join(near)}" if near else ""
-            raise MismatchError(f"keys: none of the {len(names)} keys of step {checkpoint.step} is wanted{hint}.")
+            count = counted(len(names), "key")
+            said = asked(keys, list(names.values()))
+            raise MismatchError(f"keys: of the {count} of step {checkpoint.step} none is wanted {said}.")
         arrays = {leaf.number for leaf in _state.leaves_of(root) if leaf.kind == "numpy"}
         requests: list[Request] = []
         tensors: dict[int, Tensor] = {}

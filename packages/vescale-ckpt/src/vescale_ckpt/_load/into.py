@@ -22,12 +22,14 @@ from .._state import Held, Match, Target
 from .._state.nodes import leaves
 from .._storage import Storage, open_storage
 from .._trace import span
+from .._words import counted
 from ..errors import CheckpointError, MismatchError
 from .broadcast import Share, exchange, shares
 from .checkpoint import Checkpoint
 from .fresh import read_local
-from .names import Keys, Rename, chooser, hints, renamer
+from .names import Keys, Rename, asked, chooser, hints, leave_out, renamer
 from .target import Request
+from .ties import settle
 from .together import Findings, agree, open_together
 
 if TYPE_CHECKING:
@@ -38,6 +40,8 @@ __all__ = ["LoadReport", "load"]
 log = logging.getLogger("vescale_ckpt")
 
 PARTLY = "What was loaded before stands in the state already, so the state is partly loaded: do not go on with it."
+NOT_SAVED, NOT_ASKED = "not in the checkpoint", "in the checkpoint, but not in the state"
+NO_VALUE = "this rank saved no value of its own"
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "missing": ("error", "keep", "warn"),
     "unexpected": ("error", "ignore", "warn"),
@@ -126,12 +130,11 @@ def load(
         RanksError: another rank failed.
 
     Example:
-        >>> import tempfile, torch
-        >>> from vescale_ckpt import save
+        >>> import tempfile, torch, vescale_ckpt as ck
         >>> folder = tempfile.mkdtemp()
-        >>> _ = save(folder, {"w": torch.arange(3.0), "epoch": 4})
+        >>> _ = ck.save(folder, {"w": torch.arange(3.0), "epoch": 4})
         >>> state = {"w": torch.zeros(3), "epoch": 0}
-        >>> load(folder, state).loaded
+        >>> ck.load(folder, state).loaded
         ('w',)
         >>> state
         {'w': tensor([0., 1., 2.]), 'epoch': 4}
@@ -156,7 +159,7 @@ def load(
             raise misfit
         with opened as checkpoint, span("load", checkpoint.folder):
             job = _Job(checkpoint, session, cast=cast, missing=missing, unexpected=unexpected)
-            job.find(state, chooser(keys), renamer(rename), local)
+            job.find(state, keys, renamer(rename), local)
             parts, misfit = job.agree(shares(job.held, session, broadcast, process_group), broadcast)
             if misfit is not None:
                 raise misfit
@@ -197,28 +200,28 @@ class _Job:
         self._read = 0
         self._casts: list[str] = []
         self._match: Match
+        self._keys: Keys = None
+        self._names: list[str] = []
         self.held: list[tuple[Target, Held]] = []
         """The targets, and how this rank holds them."""
 
     def find(
         self,
         state: Any,
-        wanted: Callable[[str], bool],
+        keys: Keys,
         rename: Callable[[str], str],
         local: str | Callable[[str, list[Any], int, int], Any],
     ) -> None:
         """Find what goes where, and what does not fit; changes nothing."""
         manifest, session = self._checkpoint.manifest, self._session
-        match = _state.match(_state.template(state), manifest.tree, manifest.tensors, wanted=wanted, rename=rename)
-        self._match = match
+        template = _state.template(state)
+        match = _state.match(template, manifest.tree, manifest.tensors, wanted=chooser(keys), rename=rename)
+        self._match, self._keys, self._names = match, keys, template.names
         problems = self._problems
         problems += match.kinds
         if match.missing and self._missing == "error":
-            problems += [f"{name}: not in the checkpoint" for name in match.missing]
-        problems += [
-            f"{one}, {other}: two tensors in the checkpoint, one in the state; leave one out with `keys`, or untie them"
-            for one, other in match.shared
-        ]
+            problems += [f"{name}: {NOT_SAVED}" for name in match.missing]
+        problems += settle(self._checkpoint, match, session.ranks, session.rank)
         for target in match.targets:
             if target.tensor is not None:
                 held = _state.describe(target.name, target.tensor, session.ranks, session.rank)
@@ -253,16 +256,18 @@ class _Job:
             if local == "keep":
                 match.keep_locals()
             elif not callable(local):
+                names, loads = ", ".join(list(match.locals.values())[:5]), ("loads", "load")
                 self._problems.append(
-                    f"{', '.join(list(match.locals.values())[:5])}: values of {world} ranks that saved, "
-                    f'but {self._session.world} load; pass local="keep", or a function that makes new values of the old'
+                    f"{names}: values of {counted(world, 'rank')} that saved, but "
+                    f'{counted(self._session.world, "rank", loads)}; pass local="keep", or a function that makes new '
+                    f"values of the old"
                 )
             return
         nodes = self._checkpoint.index(self._session.rank).local
         absent = [slot for slot in match.locals if slot >= len(nodes) or _state.is_absent(nodes[slot])]
         match.kept.update(absent)
         if self._missing == "error":
-            self._problems += [f"{match.locals[slot]}: this rank saved no value of its own" for slot in absent]
+            self._problems += [f"{match.locals[slot]}: {NO_VALUE}" for slot in absent]
 
     def agree(self, candidates: Sequence[Share], broadcast: bool | str) -> tuple[list[Share], MismatchError | None]:
         """Bring together what all ranks found.
@@ -282,9 +287,11 @@ class _Job:
         verdict = agree(self._session, findings, names)
         self._unexpected_names, problems = verdict.unexpected, verdict.problems
         if verdict.idle:
-            problems.append("keys: no name of the state or of the checkpoint is wanted")
+            known = [*self._names, *names]
+            said = asked(self._keys, known)
+            problems.append(f"keys: no name of the state or of the checkpoint is wanted {said}")
         if self._unexpected == "error":
-            problems += [f"{name}: in the checkpoint, but not in the state" for name in verdict.unexpected]
+            problems += [f"{name}: {NOT_ASKED}" for name in verdict.unexpected]
         if broadcast is True and verdict.torn and not problems:
             problems.append(f'broadcast: {verdict.torn} sets of ranks hold different tensors; use broadcast="auto"')
         if problems:
@@ -294,11 +301,13 @@ class _Job:
 
     def _mismatch(self, problems: list[str]) -> MismatchError:
         shown = problems[:50] + ([f"... and {len(problems) - 50} more"] if len(problems) > 50 else [])
-        advice = [f"hint: {hint}" for hint in hints(self._match.missing, self._unexpected_names)]
-        lines = "\n  ".join(shown + advice)
-        lost = self._match.missing and self._missing == "error"
-        lost = lost or (self._unexpected_names and self._unexpected == "error")
-        help_ = " strict=False loads what both have." if lost else ""
+        advice = hints(self._match.missing, self._unexpected_names)
+        absent = tuple(f": {text}" for text in (NOT_SAVED, NOT_ASKED, NO_VALUE))
+        others = [problem for problem in problems if not problem.partition(" (rank")[0].endswith(absent)]
+        known = {*self._names, *(leaf.name for leaf in leaves(self._checkpoint.manifest.tree))}
+        advice += leave_out(others, known, strict=len(others) == len(problems))
+        lines = "\n  ".join(shown + [f"hint: {hint}" for hint in advice])
+        help_ = "" if others else " strict=False loads what both have."
         return MismatchError(
             f"{self._checkpoint.storage.url} step {self._checkpoint.step} does not fit the state; nothing was loaded."
             f"{help_}\n  {lines}"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TypeAlias
 
-__all__ = ["Keys", "Rename", "chooser", "hints", "renamer"]
+from .._words import near
+
+__all__ = ["Keys", "Rename", "asked", "chooser", "hints", "leave_out", "renamer"]
 
 Keys: TypeAlias = "str | Iterable[str] | Callable[[str], bool] | None"
 Rename: TypeAlias = "Mapping[str, str] | Sequence[tuple[str, str]] | Callable[[str], str] | None"
@@ -36,6 +38,46 @@ def chooser(keys: Keys) -> Callable[[str], bool]:
         raise ValueError(f'keys: expected patterns such as "model.*", a function, or None, but got {keys!r}.')
     patterns += [f"{pattern}.*" for pattern in patterns]  # what is below
     return lambda name: any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def asked(keys: Keys, names: Sequence[str]) -> str:
+    """Return in words what a caller asked for that is the name of nothing, and what was probably meant.
+
+    Args:
+        keys: what was given.
+        names: those that there are.
+
+    Example:
+        >>> asked("modle.*", ["model.w", "model.b"])
+        "by 'modle.*'; near are model"
+    """
+    if callable(keys) or keys is None:
+        return f"by the function; there are {', '.join(names[:5]) or 'none'}"
+    patterns = [keys] if isinstance(keys, str) else list(keys)
+    found = near(patterns, names)
+    hint = f"near are {', '.join(found)}" if found else f"there are {', '.join(names[:5]) or 'none'}"
+    return f"by {', '.join(map(repr, patterns[:5])) or 'an empty list'}; {hint}"
+
+
+def leave_out(problems: Sequence[str], known: Collection[str], *, strict: bool) -> list[str]:
+    """Return a line with the arguments that load all but what does not fit; none where no arguments help.
+
+    Args:
+        problems: lines that begin with a name and a colon, on things that are there on both sides.
+        known: names that `keys` can choose.
+        strict: whether nothing else is wrong.
+
+    Example:
+        >>> leave_out(["w: shape [2], in the checkpoint [3]"], ["w", "b"], strict=False)
+        ["to load the rest, leave out what does not fit: keys=lambda name: name not in ['w'], strict=False"]
+    """
+    # Some lines say themselves what to pass.
+    others = [problem for problem in problems if "; pass " not in problem and "keys=" not in problem]
+    names = list(dict.fromkeys(problem.partition(": ")[0] for problem in others))
+    if not names or len(names) > 8 or not all(name in known for name in names) or len(names) == len(known):
+        return []
+    also = "" if strict else ", strict=False"
+    return [f"to load the rest, leave out what does not fit: keys=lambda name: name not in {names}{also}"]
 
 
 def renamer(rename: Rename) -> Callable[[str], str]:
@@ -95,7 +137,7 @@ def hints(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
             return [f'the names of the checkpoint have "{prefix}" in them: pass rename=lambda name: ... that adds it']
     lines = []
     for name in missing[:5]:
-        near = difflib.get_close_matches(name, unexpected, 1, 0.75)
-        if near:
-            lines.append(f"{name} may be {near[0]} of the checkpoint: pass rename={{{name!r}: {near[0]!r}}}")
+        like = difflib.get_close_matches(name, unexpected, 1, 0.75)
+        if like:
+            lines.append(f"{name} may be {like[0]} of the checkpoint: pass rename={{{name!r}: {like[0]!r}}}")
     return lines

@@ -19,6 +19,7 @@ from .. import _codec
 from .._state import dtype_of
 from .._storage import Source, Storage
 from .._threads import Workers
+from .._words import counted
 from ..errors import CorruptionError, FormatError
 from .jobs import GAP_BYTES, JOB_BYTES, Extent, Job, jobs_of
 from .plan import Inline, Part, Plan, Want, select
@@ -305,8 +306,10 @@ def corruption(damages: list[Damage], store: str, folder: str, what: str) -> Cor
         lines.append(f"  {damage}{note}")
     if len(damages) > len(lines):
         lines.append(f"  ... and {len(damages) - len(lines)} more")
+    count = counted(len(damages), "chunk")
+    where = counted(len(tensors), "tensor")
     return CorruptionError(
-        f"{store}, {folder}: {len(damages)} chunks of {len(tensors)} tensors are damaged:\n"
+        f"{store}, {folder}: {count} of {where} {'is' if len(damages) == 1 else 'are'} damaged:\n"
         + "\n".join(lines)
         + f"\n{what}",
         tensors,

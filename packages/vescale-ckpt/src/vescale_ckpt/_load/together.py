@@ -14,6 +14,7 @@ from .._format.paths import COMMIT, MANIFEST
 from .._storage import Storage
 from ..errors import CheckpointError, CorruptionError, FormatError, MissingStepError, RanksError
 from .checkpoint import Checkpoint
+from .earlier import with_earlier
 
 __all__ = ["Findings", "Verdict", "agree", "open_together"]
 
@@ -51,7 +52,10 @@ def open_together(
         raise RanksError(f"step: this is {step!r} on rank {session.rank}, but {told['step']!r} on rank 0.")
     committed = Committed(told["folder"], Commit.from_bytes(data[16 + first : 16 + first + second]))
     text, at = data[16 + first + second :], f"{storage.url}: {step_path(committed.folder, MANIFEST)}"
-    check_digest(text, committed.commit.manifest_sha256, committed.commit.manifest_bytes, at, COMMIT)
+    try:
+        check_digest(text, committed.commit.manifest_sha256, committed.commit.manifest_bytes, at, COMMIT)
+    except CorruptionError as error:
+        raise with_earlier(error, storage, committed.step) from None
     return Checkpoint(storage, committed, manifest=Manifest.from_bytes(text, at), threads=threads)
 
 
@@ -66,8 +70,8 @@ def _told(storage: Storage, step: int | str) -> bytes:
     except (MissingStepError, CorruptionError, FormatError) as error:
         head |= {"error": type(error).__name__, "text": str(error)}
     except FileNotFoundError:
-        text = f"{storage.url}, {head['folder']}: no manifest, though the step is committed."
-        head |= {"error": CorruptionError.__name__, "text": text}
+        gone = CorruptionError(f"{storage.url}, {head['folder']}: no manifest, though the step is committed.")
+        head |= {"error": CorruptionError.__name__, "text": str(with_earlier(gone, storage, found.step))}
     first = json.dumps(head).encode()
     sizes = b"".join(len(part).to_bytes(8, "little") for part in (first, commit))
     return b"".join((sizes, first, commit, manifest))

@@ -19,7 +19,21 @@ __all__ = ["TensorView"]
 
 
 class TensorView:
-    """A tensor of a checkpoint; nothing of it is in memory."""
+    """A tensor of a checkpoint; nothing of it is in memory.
+
+    `view[...]` reads it whole, `view[index]` what an index of integers, slices with steps above 0 and "..." selects.
+    Both return an ordinary CPU tensor with the shape that indexing the whole tensor would give. Only the chunks (of at
+    most 1 MiB) in which the selected elements lie are read, and their checksums are compared. `read` has more choices.
+
+    Example:
+        >>> import tempfile, torch, vescale_ckpt as ck
+        >>> folder = tempfile.mkdtemp()
+        >>> _ = ck.save(folder, {"model": {"w": torch.arange(12).view(4, 3)}}, step=7)
+        >>> with ck.open(folder) as checkpoint:
+        ...     view = checkpoint["model.w"]
+        ...     view.shape, view.dtype, view[1:3, 0], view[-1].tolist(), view[..., ::2].shape
+        (torch.Size([4, 3]), torch.int64, tensor([3, 6]), [9, 10, 11], torch.Size([4, 2]))
+    """
 
     __slots__ = ("_checkpoint", "_number", "_record", "_writer")
 
@@ -100,9 +114,7 @@ class TensorView:
             StorageError: the storage failed.
         """
         box = Box.whole(self._record.shape) if box is None else box
-        if out is None:
-            out = torch.empty(box.shape, dtype=self.dtype, device=device)
-        return self._checkpoint.read(self._number, box, out, writer=self._writer, verify=verify)
+        return self._checkpoint.read(self._number, box, out, writer=self._writer, device=device, verify=verify)
 
     def __getitem__(self, index: Any) -> Tensor:
         """Read what an index of integers, slices and "..." selects; only that is read."""

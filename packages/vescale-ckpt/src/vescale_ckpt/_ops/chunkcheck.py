@@ -16,7 +16,10 @@ from .._save.content import HEADER
 from .._storage import Source, Storage
 from ..errors import CheckpointError, CorruptionError, StorageError
 
-__all__ = ["ChunkChecker", "Wanted"]
+__all__ = ["NO_CODEC", "ChunkChecker", "Wanted"]
+
+NO_CODEC = "cannot be decoded here"
+"""How an outcome begins that says nothing of the chunk, since its codec is not there."""
 
 RUN_BYTES = 8 << 20
 """Neighbouring chunks are read together up to this many bytes."""
@@ -40,7 +43,7 @@ class Wanted(NamedTuple):
     crc: int
     """CRC-32 of the decoded bytes."""
     itemsize: int
-    """Bytes per element."""
+    """Bytes of one number; a complex element is two."""
 
 
 class ChunkChecker:
@@ -117,6 +120,12 @@ class ChunkChecker:
             return f"the file does not say that it is encoded as {name}"
         raw = stored
         if wanted.codec:
+            if wanted.codec not in _codec.codec_names():
+                return (
+                    f"{NO_CODEC}: the codec {wanted.codec!r} is not known (there are "
+                    f"{', '.join(_codec.codec_names())}); install the plugin that brings it, or switch it on "
+                    "(python -m vescale_ckpt plugins)"
+                )
             raw = torch.empty(wanted.raw, dtype=torch.uint8, device="cpu")
             try:
                 _codec.codec(wanted.codec).decode(_codec.memory(stored), raw, wanted.itemsize)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import os
+import time
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from .._geometry import Explicit, Layout
 from .._state.nodes import leaves
 from .._storage import Storage, open_storage
 from ..errors import CheckpointError, StorageError
+from .leases import lease_text
 from .scan import scan
 
 __all__ = ["Leaf", "StepInfo", "StepView", "StoreView", "describe", "layout_text", "steps"]
@@ -155,7 +157,7 @@ def steps(path: str | os.PathLike[str] | Storage) -> StoreView:
         if name in texts and folder.removed:
             texts[name] = "removed; holds data that later steps refer to, or that the next gc takes"
         elif name in texts and folder.lease is not None:
-            texts[name] = "being saved, or a save that has died; gc tells which"
+            texts[name] = f"being saved, or a save that has died: {lease_text(folder.lease.expires, time.time())}"
     current = {entry.folder for entry in there}
     for entry in committed(storage):
         if entry.folder not in current:

@@ -118,7 +118,7 @@ def diff(
         >>> root = tempfile.mkdtemp()
         >>> for step in (1, 2):
         ...     _ = ck.save(root, {"weight": torch.full((1000,), float(step)), "bias": torch.ones(1000)}, step=step)
-        >>> [(t.name, t.kind, t.max_abs) for t in diff((root, 1), (root, 2)).tensors]
+        >>> [(t.name, t.kind, t.max_abs) for t in ck.diff((root, 1), (root, 2)).tensors]
         [('bias', 'equal', 0.0), ('weight', 'changed', 1.0)]
     """
     from .._load import open_checkpoint

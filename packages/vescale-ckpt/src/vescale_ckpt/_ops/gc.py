@@ -16,7 +16,7 @@ from .._format import Committed, newest, read_manifest, read_store, step_path
 from .._storage import Storage, open_storage
 from ..errors import CheckpointError, StorageError
 from .clock import Clock
-from .retention import Keep, Saved
+from .retention import Keep, Saved, as_keep
 from .scan import Folder, scan, stable_scan
 from .sweep import Sweep
 
@@ -39,6 +39,8 @@ class GcReport:
     """Folders of saves that never finished, and were removed."""
     running: list[str] = field(default_factory=list)
     """Folders of saves that run, or may: they are left alone, as are the steps that they build on."""
+    leases: dict[str, float] = field(default_factory=dict)
+    """Until when the leases of those folders hold, or held, in seconds since 1970; one without a lease is not in it."""
     files: int = 0
     """Number of files that were removed; a folder that was removed whole counts with all its files."""
     bytes: int = 0
@@ -52,7 +54,7 @@ class GcReport:
 def gc(
     path: str | os.PathLike[str] | Storage,
     *,
-    keep: Keep | None = None,
+    keep: Keep | int | None = None,
     dry_run: bool = False,
     grace: float = GRACE,
     break_leases: bool = False,
@@ -63,9 +65,13 @@ def gc(
     Never removed: the last committed step, a pinned one, one that a running save builds on, a damaged one. Safe beside
     savers, other collections, and crashes.
 
+    Data files go as a whole: one of a removed step stays as long as a step that is kept refers to any of it. Saves
+    refer to files of removed steps only while a quarter of them or more is needed, so what stays of removed steps is
+    at most a few times the steps that are kept; `retained_bytes` tells.
+
     Args:
         path: the store.
-        keep: which steps stay; None: all, and only garbage is removed.
+        keep: which steps stay; a number stands for `Keep(last=number)`; None: all, and only garbage is removed.
         dry_run: remove nothing, only tell what would be.
         grace: seconds for which the folder of a save without a live lease is left alone after the last change in it, by
             the clock of the storage. With less than a put may take, a save that has just begun, and has not written
@@ -78,19 +84,20 @@ def gc(
 
     Raises:
         MissingStepError: there is no store.
-        ValueError: `grace` is negative.
+        ValueError: `grace` is negative, or `keep` is no rule.
         StorageError: the storage failed; what was removed until then is gone, and nothing else is harmed.
 
     Example:
-        >>> from vescale_ckpt.testing import MemoryStorage
-        >>> from vescale_ckpt._format import ensure_store
-        >>> store = MemoryStorage()
-        >>> _ = ensure_store(store)
-        >>> gc(store, keep=Keep(last=2)).steps
-        []
+        >>> import tempfile, torch, vescale_ckpt as ck
+        >>> folder = tempfile.mkdtemp()
+        >>> for step in range(4):
+        ...     _ = ck.save(folder, {"w": torch.arange(100.0) + step}, step=step)
+        >>> ck.gc(folder, keep=ck.Keep(last=2)).steps
+        [0, 1]
     """
     if not grace >= 0:
         raise ValueError(f"grace: expected seconds, at least 0, but got {grace!r}.")
+    keep = as_keep(keep)
     storage = open_storage(path)
     read_store(storage)
     report = GcReport(dry_run)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Keep", "Saved"]
+__all__ = ["Keep", "Saved", "as_keep"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +27,13 @@ class Keep:
     """Steps that stay when older ones are removed. What any of the rules wants stays; the last step always does.
 
     Example:
-        >>> steps = [Saved(step, metadata={"loss": loss}) for step, loss in [(0, 9.0), (10, 1.0), (20, 5.0), (30, 6.0)]]
-        >>> sorted(Keep(last=1, best=("loss", "min")).choose(steps))
+        >>> import tempfile, vescale_ckpt as ck
+        >>> folder = tempfile.mkdtemp()
+        >>> for step, loss in [(0, 9.0), (10, 1.0), (20, 5.0), (30, 6.0)]:
+        ...     _ = ck.save(folder, {"step": step}, step=step, metadata={"loss": loss})
+        >>> ck.gc(folder, keep=ck.Keep(last=1, best=("loss", "min")), dry_run=True).kept
         [10, 30]
-        >>> sorted(Keep(last=2, every=20).choose(steps))
+        >>> ck.gc(folder, keep=ck.Keep(last=2, every=20), dry_run=True).kept
         [0, 20, 30]
     """
 
@@ -96,6 +99,23 @@ class Keep:
             )
         assert best is not None
         return best[0], 1 if best[1] == "max" else -1, count
+
+
+def as_keep(keep: Keep | int | None) -> Keep | None:
+    """Return the rule that a caller means: a number stands for the newest so many.
+
+    Raises:
+        ValueError: it is something else.
+
+    Example:
+        >>> as_keep(2) == Keep(last=2)
+        True
+    """
+    if keep is None or isinstance(keep, Keep):
+        return keep
+    if type(keep) is not int:
+        raise ValueError(f"keep: expected a number of steps, a Keep or None, but got {keep!r}.")
+    return Keep(last=keep)
 
 
 def _number(metadata: Any, name: str) -> float | None:

@@ -83,6 +83,7 @@ class Sweep:
         # Also those whose lease ran out since the dead ones were marked: without the mark they may still be committed.
         running = [f for f in folders.values() if f.name not in gone and may_be_committed(f)]
         self._report.running += [folder.name for folder in running]
+        self._report.leases |= {folder.name: folder.lease.expires for folder in running if folder.lease is not None}
         going = [f for f in folders.values() if f.name in gone or (f.removed and self._may_go(f))]
         needed = self.needed(folders, {folder.name for folder in going}, running, shared=False)
         for folder in going:

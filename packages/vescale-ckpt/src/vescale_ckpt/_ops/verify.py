@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from .._codec import number_width
 from .._format import (
     Committed,
     Index,
@@ -23,10 +24,11 @@ from .._format import (
 )
 from .._format.paths import MARKER
 from .._format.safetensors_file import plain_header
+from .._state import dtype_of
 from .._state.nodes import check as check_tree
 from .._storage import Storage, open_storage
 from ..errors import CheckpointError, CorruptionError, FormatError, MissingStepError, StorageError
-from .chunkcheck import ChunkChecker, Wanted
+from .chunkcheck import NO_CODEC, ChunkChecker, Wanted
 from .names import Rows, name_of, tensor_of
 from .references import bases_of
 
@@ -141,7 +143,7 @@ def verify(
         >>> import vescale_ckpt as ck, tempfile, torch
         >>> root = tempfile.mkdtemp()
         >>> _ = ck.save(root, {"weight": torch.ones(8)}, step=1)
-        >>> bool(verify(root))
+        >>> bool(ck.verify(root))
         True
     """
     if type(threads) is not int or threads < 1:
@@ -293,17 +295,19 @@ class _Verifier:
         for (name, file, _), bad in found.items():
             reason = self.checker.outcome(bad[0])
             more = f" (and {len(bad) - 1} more chunks)" if len(bad) > 1 else ""
-            yield Finding(entry.folder, f"tensor {name!r}: {file} at byte {bad[0].offset}: {reason}{more}", (name,))
+            text = f"tensor {name!r}: {file} at byte {bad[0].offset}: {reason}{more}"
+            # Without its codec nothing is known of a chunk, also not that it is damaged.
+            yield Finding(entry.folder, text, () if reason.startswith(NO_CODEC) else (name,))
 
 
 def _wanted(manifest: Manifest, index: Index) -> Iterator[Wanted]:
     table, paths = index.chunks, [file.path for file in index.files]
     codecs = ["", *index.codecs]
     for record in sorted(index.pieces, key=lambda record: record.first):
-        itemsize = tensor_of(manifest, index, record.tensor).itemsize
+        width = number_width(dtype_of(tensor_of(manifest, index, record.tensor).dtype))
         for row in range(record.first, record.first + record.count):
             file, codec = paths[table.file[row]], codecs[table.codec[row]]
-            yield Wanted(file, table.offset[row], table.stored[row], table.raw[row], codec, table.crc[row], itemsize)
+            yield Wanted(file, table.offset[row], table.stored[row], table.raw[row], codec, table.crc[row], width)
 
 
 def _named(text: str, keys: dict[str, str]) -> tuple[str, ...]:

@@ -53,9 +53,9 @@ def reshard(
         RanksError: the ranks disagree, or another one failed; nothing was moved.
 
     Example:
-        >>> import torch
+        >>> import torch, vescale_ckpt as ck
         >>> weights, other = {"w": torch.arange(3.0)}, {"w": torch.zeros(3)}
-        >>> reshard(weights, other)
+        >>> ck.reshard(weights, other)
         {'w': tensor([0., 1., 2.])}
     """
     session = coordinator(process_group, timeout=timeout).session("reshard")

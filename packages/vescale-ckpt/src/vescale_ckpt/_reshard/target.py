@@ -51,14 +51,27 @@ def find(target: Any, packed: Packed, old: Sequence[Held], ranks: Sequence[int],
         if any(_state.shares_elements(view) for _, view in new.parts):
             problems.append(f"{goal.name}: a tensor of which elements share memory, as expand() makes it")
         moves.append(Move(held, new))
+    # What a place of another kind, or one without a name, has taken notice of without filling anything.
+    told = {problem.partition(":")[0] for problem in problems}
+    moved = {goal.record for goal in match.targets}
+    held_at = {leaf.name: leaf.record for leaf in _state.leaves(packed.tree) if leaf.record is not None}
+    problems += [f"{name}: only in the state" for name, at in held_at.items() if at not in moved and name not in told]
     if problems:
         more = [f"... and {len(problems) - 20} more"] if len(problems) > 20 else []
         raise MismatchError(
-            "new_layouts: it does not have the same tensors as the state; nothing was moved.\n  "
-            + "\n  ".join(problems[:20] + more)
+            f"new_layouts: {_what(target, bool(row))}; nothing was moved.\n  " + "\n  ".join(problems[:20] + more)
         )
     _check_apart(moves)
     return moves, match
+
+
+def _what(target: Any, has_tensors: bool) -> str:
+    if has_tensors:
+        return "it does not have the same tensors as the state"
+    return (
+        f"expected a tuple (mesh, placements), a mapping from patterns to such tuples, a function, or a state with the "
+        f"tensors of `state`, but got {target!r:.100}, in which there is no tensor"
+    )
 
 
 def _check_apart(moves: Iterable[Move]) -> None:

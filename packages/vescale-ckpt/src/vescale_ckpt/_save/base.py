@@ -9,7 +9,7 @@ import itertools
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .._format import ITEMSIZE, FileRecord, Index, TensorRecord, read_commit, read_index, read_manifest
@@ -28,6 +28,8 @@ MOST_KEPT = 16
 """Stores, and ranks that are threads, of which the last step is kept; of others it is read again."""
 CHUNK_BYTES = range(4096, 1 << 32, 4096)
 """Chunk sizes that a manifest may name."""
+LEAST_LIVE = 4
+"""A file of a step that is gone is referred to if at least one part in so many of its bytes is still needed."""
 Place = tuple[str, str, tuple[int, ...], tuple[int, ...], int, int]
 """Name and dtype of a tensor, offset and shape of a box, and the chunk's first and last element in it."""
 
@@ -84,6 +86,27 @@ class Base:
                     chunk.offset,
                     chunk.stored,
                 )
+
+    def without_waste(self, gone: Collection[str]) -> Base:
+        """Leave out what would keep mostly dead data on storage.
+
+        A file of a step that is still there costs nothing to refer to. One of a step that was removed is kept only by
+        who refers to it, and as a whole: where little of it is needed, that is written again and the file can go.
+
+        Args:
+            gone: folders of steps that were removed.
+
+        Returns:
+            The chunks to refer to: those of other files, and of such files of which enough is needed.
+        """
+        live: dict[FileRecord, int] = {}
+        for chunk in self.chunks.values():
+            if isinstance(chunk.file, FileRecord) and chunk.file.path.partition("/data/")[0] in gone:
+                live[chunk.file] = live.get(chunk.file, 0) + chunk.stored
+        waste = {file for file, needed in live.items() if needed * LEAST_LIVE < file.bytes}
+        if not waste:
+            return self
+        return Base(self.folder, {place: chunk for place, chunk in self.chunks.items() if chunk.file not in waste})
 
 
 def names_by_number(

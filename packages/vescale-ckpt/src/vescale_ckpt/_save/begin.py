@@ -6,21 +6,25 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from .._format import Committed, StepFolders, bases_of, ensure_store, read_commit, read_store, step_folder
 from .._format.paths import CHUNKS_GO
 from .._storage import Storage
-from ..errors import CheckpointError, FormatError, MissingStepError, RanksError
+from ..errors import CheckpointError, FormatError, MissingStepError, RanksError, StorageError
 from .lease import LeaseKeeper, put_lease
 from .options import SaveOptions
 from .space import check_space
 
-__all__ = ["Start", "begin", "groups_of", "writes_all"]
+__all__ = ["Start", "begin", "drop", "groups_of", "writes_all"]
 
 log = logging.getLogger("vescale_ckpt")
+
+LOOKS = 8
+"""COMMITs of earlier steps that are looked at at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,8 @@ class Start:
     """Writers that hold the same keys; one entry where all do."""
     share: bool
     """Whether chunks are shared by their content."""
+    gone: tuple[str, ...] = ()
+    """Those of `bases` that are no steps any more: their data is there only because others refer to it."""
 
     def lease(self, storage: Storage, options: SaveOptions) -> LeaseKeeper:
         """Return what keeps the lease of the save alive, for member 0."""
@@ -60,7 +66,8 @@ class Start:
     def from_bytes(cls, data: bytes) -> Start:
         """Return what `to_bytes` sent."""
         value = json.loads(data)
-        return cls(**{**value, "bases": tuple(value["bases"]), "kinds": tuple(map(tuple, value["kinds"]))})
+        folders = {name: tuple(value[name]) for name in ("bases", "gone")}
+        return cls(**{**value, **folders, "kinds": tuple(map(tuple, value["kinds"]))})
 
 
 def groups_of(messages: list[Mapping[str, Any]]) -> tuple[tuple[int, ...], ...]:
@@ -123,22 +130,43 @@ def begin(
         check_space(storage, step, needed)
     store = store or ensure_store(storage)
     created = time.time()
-    put_lease(storage, folder, save_id, bases, options.timeout, begun=created)
+    generation = 1 + max((entry.commit.generation for entry in same), default=-1)
+    try:
+        put_lease(storage, folder, save_id, bases, options.timeout, begun=created)
+        base, share = _look_again(storage, folder, base, options)
+        base_folder, bases = (base.folder, bases) if base is not None else (None, ())
+        gone = _gone(storage, bases[1:])  # the first of them is the base
+        return Start(store, save_id, step, folder, generation, created, base_folder, bases, kinds, share, gone)
+    except BaseException:
+        drop(storage, folder)
+        raise
+
+
+def drop(storage: Storage, folder: str) -> None:
+    """Remove what a failed save has left, as far as the storage lets us; a garbage collection gets the rest."""
+    try:
+        storage.remove_folder(folder)
+    except (OSError, CheckpointError) as error:
+        log.warning("%s: a failed save could not be cleaned up and is left to `gc`: %s", folder, error)
+
+
+def _look_again(
+    storage: Storage, folder: str, base: Committed | None, options: SaveOptions
+) -> tuple[Committed | None, bool]:
+    """Return the base if it is still a step, and whether chunks are shared; called when the lease is there."""
     # The lease is there, so a garbage collection that comes now spares the base; one that came before is seen here.
     if base is not None and not _still_there(storage, base):
         log.warning("%s went while %s began to refer to it: everything is written anew.", base.folder, folder)
-        base, bases = None, ()
+        base = None
     share = options.dedup_mode == "content" and not _chunks_go(storage)
     if options.dedup_mode == "content" and not share:
         log.warning("shared chunks are being removed, so %s keeps its data in files of its own.", folder)
-    generation = 1 + max((entry.commit.generation for entry in same), default=-1)
-    base_folder = base.folder if base else None
-    return Start(store, save_id, step, folder, generation, created, base_folder, bases, kinds, share)
+    return base, share
 
 
 def writes_all(options: SaveOptions, has_base: bool) -> bool:
     """Tell whether a save writes every byte of its tensors as it is."""
-    return options.codec_mode is None and options.dedup_mode != "content" and not has_base
+    return options.compress is None and options.dedup_mode != "content" and not has_base
 
 
 def _chunks_go(storage: Storage) -> bool:
@@ -152,6 +180,24 @@ def _chunks_go(storage: Storage) -> bool:
 def _closure(storage: Storage, base: Committed) -> tuple[str, ...]:
     """Return a step's folder and those in which chunks lie that it refers to."""
     return tuple(dict.fromkeys([base.folder, *bases_of(storage, base)]))
+
+
+def _gone(storage: Storage, folders: Sequence[str]) -> tuple[str, ...]:
+    """Return those folders that hold no step any more; one of which that cannot be told counts as a step."""
+    if not folders:
+        return ()
+
+    def is_gone(folder: str) -> bool:
+        try:
+            read_commit(storage, folder)
+        except MissingStepError:
+            return True
+        except (FormatError, StorageError) as error:
+            log.debug("%s counts as a step: %s", folder, error)
+        return False
+
+    with ThreadPoolExecutor(min(LOOKS, len(folders))) as pool:
+        return tuple(folder for folder, gone in zip(folders, pool.map(is_gone, folders), strict=True) if gone)
 
 
 def _still_there(storage: Storage, base: Committed) -> bool:

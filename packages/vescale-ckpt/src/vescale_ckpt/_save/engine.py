@@ -31,6 +31,8 @@ BATCH_BYTES = 16 << 20
 SAMPLE_BLOCKS, SAMPLE_BYTES = 4, 64 << 10
 SMALLEST_ENCODED = 4096
 """Pieces below this many bytes are kept raw."""
+SMALLEST_REFERENCED = 16 << 10
+"""Chunks below this many bytes, and below the size of a chunk, are written again: each could keep a large file."""
 NO_FINGERPRINT = bytes(16)
 
 
@@ -121,6 +123,7 @@ class Writing:
         self._packs, self._names, self._meter = packs, names, meter
         self._fingerprints = options.dedup_mode == "position"
         self._base = base.chunks if base is not None and self._fingerprints else {}
+        self._smallest = min(SMALLEST_REFERENCED, options.chunk_bytes)
         self.content = ContentStore(storage) if share else None
         self._lock = threading.Lock()
         self._rows: dict[int, Stored] = {}
@@ -132,7 +135,8 @@ class Writing:
         width = _codec.number_width(batch.item.task.dtype)
         for number, (data, place) in enumerate(zip(batch.chunks(), batch.places, strict=True), batch.first):
             fingerprint = _codec.fingerprint(data) if self._fingerprints else NO_FINGERPRINT
-            known = self._base.get(self._place(batch, place)) if self._base else None
+            refers = self._base and data.numel() >= self._smallest
+            known = self._base.get(self._place(batch, place)) if refers else None
             if known is not None and (known.raw, known.fingerprint) == (data.numel(), fingerprint):
                 rows[number] = known
                 self._meter.add(done=known.raw, reused=known.raw)

@@ -140,12 +140,13 @@ def write_part(part: Part, writer: int, meter: Meter) -> tuple[Index, dict[str, 
     options, folder = part.options, part.start.folder
     inline = {s.task.number: bytes(_codec.memory(s.data)) for s in part.staged if is_inline(s)}
     staged = [item for item in part.staged if not is_inline(item)]
-    pieces, batches = batches_of(staged, options.chunk_bytes, lambda item: choose_codec(item, options.codec_mode))
+    pieces, batches = batches_of(staged, options.chunk_bytes, lambda item: choose_codec(item, options.compress))
     if options.layout == "plain":
         packs: Packs | PlainFile = PlainFile(part.storage, folder, writer, pieces, batches, part.names)
     else:
         packs = Packs(part.storage, folder, writer, options.file_bytes)
-    writing = Writing(part.storage, packs, part.names, options, part.base, meter, share=part.start.share)
+    base = part.base.without_waste(part.start.gone) if part.base is not None else None
+    writing = Writing(part.storage, packs, part.names, options, base, meter, share=part.start.share)
     try:
         # Safetensors files have a fixed order, which storage that takes streams has to be given.
         threads = options.threads if part.storage.random_write or options.layout == "packed" else 1
@@ -239,17 +240,45 @@ def commit(part: Part, reports: list[dict[str, Any]]) -> dict[str, int]:
         raise _outlived(part)
     part.committing = True
     storage.put(f"{start.folder}/COMMIT", record.to_bytes(), exclusive=True)
-    # Only a process that slept for a whole lease between these lines takes it back; and only if it has to, for by now
-    # others may have removed older steps because of this one.
-    if _was_taken(part):
-        storage.remove(f"{start.folder}/COMMIT")
-        raise _outlived(part)
+    _look_back(part)
     try:
         storage.remove(f"{start.folder}/LEASE")
-    except OSError as error:  # the step is committed; a lease that stays runs out by itself
+    except (OSError, CheckpointError) as error:  # the step is committed; a lease that stays runs out by itself
         log.warning("%s: the lease could not be removed: %s", start.folder, error)
     sums = {key: sum(report[key] for report in reports) for key in ("written", "reused", "raw", "raw_local")}
     return {"raw": sums["raw"] + sums["raw_local"], "written": sums["written"] + len(data), "reused": sums["reused"]}
+
+
+def _look_back(part: Part) -> None:
+    """Take `COMMIT` back if a garbage collection came before it.
+
+    Only a process that slept for a whole lease just before it has to; and it does only if parts are seen to be gone,
+    for by now others may have removed older steps because of this one.
+    """
+    folder = part.start.folder
+    assert part.lease is not None
+    slept = not part.lease.lives
+    try:
+        taken = _was_taken(part)
+    except (OSError, CheckpointError) as error:
+        if slept:
+            raise CheckpointError(
+                f"{folder}: the save outlived its lease, and it cannot be looked whether a garbage collection has "
+                f"removed parts of it: {error}. It is committed; `vescale-ckpt verify` tells whether it is whole."
+            ) from error
+        # While the lease lives nobody takes a save for dead, so the look would have found nothing.
+        log.warning("%s is committed, though the storage fails: %s", folder, error)
+        return
+    if not taken:
+        return
+    try:
+        part.storage.remove(f"{folder}/COMMIT")
+    except (OSError, CheckpointError) as error:
+        raise CheckpointError(
+            f"{folder}: the save outlived its lease, and a garbage collection has removed parts of it, but its COMMIT "
+            f"cannot be taken back: {error}. Remove the file {folder}/COMMIT by hand, and save again."
+        ) from error
+    raise _outlived(part)
 
 
 def _was_taken(part: Part) -> bool:

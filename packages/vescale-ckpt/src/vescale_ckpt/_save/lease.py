@@ -60,7 +60,12 @@ class LeaseKeeper:
     @property
     def ran_out(self) -> bool:
         """Whether there was, or is, a time without a live lease, in which the save may have been taken for dead."""
-        return self._gap or self._age() > self._timeout + MARGIN
+        return self._gap or not self.lives
+
+    @property
+    def lives(self) -> bool:
+        """Whether the lease that was written last is alive, so that nobody takes the save for dead since then."""
+        return self._age() <= self._timeout + MARGIN
 
     def _age(self) -> float:
         """Return the age of the lease; while a machine sleeps only one of the clocks goes on."""

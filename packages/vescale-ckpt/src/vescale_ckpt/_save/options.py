@@ -9,7 +9,11 @@ from .. import _codec
 
 __all__ = ["SaveOptions"]
 
-_CHOICES: dict[str, tuple[Any, ...]] = {"dedup": ("position", "content", None), "layout": ("packed", "plain")}
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "dedup": ("position", "content", None),
+    "layout": ("packed", "plain"),
+    "differing": ("error", "first"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +25,7 @@ class SaveOptions:
     dedup: str | None = "position"
     """"position" (same place as in the step before), "content" (same bytes anywhere in the store), or None."""
     layout: str = "packed"
-    """"packed", or "plain": ordinary safetensors files, neither compressed nor deduplicated."""
+    """"packed", or "plain": ordinary safetensors files, never deduplicated, and only with `compress=None`."""
     chunk_bytes: int = 1 << 20
     """Bytes of a chunk, before encoding."""
     file_bytes: int = 4 << 30
@@ -32,6 +36,8 @@ class SaveOptions:
     """Whether the ranks compare all the replicas before one of them is written."""
     threads: int = 2
     """Threads that encode and write."""
+    differing: str = "error"
+    """What is done where replicas and values differ between ranks: "error", or "first" to save the lowest rank's."""
     timeout: float = 1800.0
     """Seconds to wait for other ranks."""
 
@@ -43,7 +49,7 @@ class SaveOptions:
             raise ValueError(
                 f'compress: expected None, "auto" or a codec, {", ".join(names)}, but got {self.compress!r}.'
             )
-        if self.layout == "plain" and (self.dedup == "content" or self.compress not in ("auto", None)):
+        if self.layout == "plain" and (self.dedup == "content" or self.compress is not None):
             raise ValueError(
                 f'layout="plain" keeps safetensors files, which hold neither compressed nor shared chunks, but got '
                 f'compress={self.compress!r}, dedup={self.dedup!r}. Leave both out, or use layout="packed".'
@@ -57,11 +63,6 @@ class SaveOptions:
             raise ValueError(f"chunk_bytes: expected a multiple of 4096, but got {self.chunk_bytes}.")
         if not self.timeout > 0:
             raise ValueError(f"timeout: expected seconds above 0, but got {self.timeout!r}.")
-
-    @property
-    def codec_mode(self) -> str | None:
-        """Return what `choose` gets."""
-        return None if self.layout == "plain" else self.compress
 
     @property
     def dedup_mode(self) -> str | None:

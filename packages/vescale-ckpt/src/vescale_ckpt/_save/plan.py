@@ -99,24 +99,33 @@ def kind_from_bytes(data: bytes, ranks: Sequence[int], world: int) -> Kind:
     return Kind(tuple(ranks), specs, value["tree"], value["small"])
 
 
-def merge_kinds(kinds: Sequence[Kind]) -> tuple[list[TensorSpec], Any]:
+def merge_kinds(kinds: Sequence[Kind], differing: str = "error") -> tuple[list[TensorSpec], Any]:
     """Return the union of what kinds of ranks hold.
+
+    Args:
+        kinds: by their lowest rank.
+        differing: "first" takes replicas and values that differ from the lowest rank, which writes them alone.
 
     Raises:
         RanksError: naming the key, if two kinds hold different things under it.
     """
     first: dict[str, tuple[int, str]] = {}
+    alone: dict[str, int] = {}
     for kind in kinds:
         for name, value in kind.small.items():
             rank, other = first.setdefault(name, (kind.ranks[0], value))
-            if other != value:
+            if other != value and differing == "first":
+                alone[name] = rank
+            elif other != value:
                 raise RanksError(
                     f"state: {name} is a replicated tensor, but its values differ between ranks {rank} and "
                     f"{kind.ranks[0]}. Wrap it in `vescale_ckpt.local(...)` if each rank is to keep its own, as for "
-                    f"states of random generators; else make the ranks agree before saving."
+                    f'states of random generators; save with differing="first" to keep those of rank {rank} only, as '
+                    f"for buffers of a model (running means of batch norm); else make the ranks agree before saving."
                 )
-    specs, tree = _state.merge([(kind.ranks, kind.specs, kind.tree) for kind in kinds])
-    return list(specs), tree
+    parts = [(kind.ranks, kind.specs, kind.tree) for kind in kinds]
+    specs, tree = _state.merge(parts, first=differing == "first")
+    return [_state.held_by(spec, alone[spec.name]) if spec.name in alone else spec for spec in specs], tree
 
 
 def agree_on_keys(
@@ -124,6 +133,7 @@ def agree_on_keys(
     content: Content,
     kinds: Sequence[Sequence[int]],
     check: Callable[[Sequence[TensorSpec]], None],
+    differing: str = "error",
 ) -> tuple[list[TensorSpec], Any]:
     """Return specs and tree of the whole, the same on all ranks.
 
@@ -132,13 +142,14 @@ def agree_on_keys(
         content: what this rank holds.
         kinds: the writers of each kind.
         check: called on member 0 where there are several kinds, before any rank goes on: may raise.
+        differing: as of `merge_kinds`.
     """
     specs, tree = content.specs, content.packed.tree
     if len(kinds) > 1:
         speaks = session.rank in [ranks[0] for ranks in kinds]
 
         def decide(messages: list[bytes]) -> bytes:
-            merged, whole = merge_kinds([kind_from_bytes(messages[r[0]], r, session.world) for r in kinds])
+            merged, whole = merge_kinds([kind_from_bytes(messages[r[0]], r, session.world) for r in kinds], differing)
             check(merged)
             return kind_to_bytes(merged, whole, {})
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from .. import _codec
-from .._state import TensorSpec
+from .._geometry import Rule
+from .._state import TensorSpec, held_by
 from ..errors import RanksError
 
 if TYPE_CHECKING:
@@ -22,10 +23,21 @@ __all__ = ["check_replicas"]
 BLOCK = 1 << 20
 
 
-def check_replicas(session: Coordinator, content: Content, specs: Sequence[TensorSpec]) -> None:
-    """Raise RanksError on all ranks if holders of one box hold different values. All ranks call this.
+def check_replicas(
+    session: Coordinator, content: Content, specs: Sequence[TensorSpec], differing: str = "error"
+) -> list[TensorSpec]:
+    """Compare what holders of one box hold, and return who writes it. All ranks call this.
 
     Costs one pass over everything that a rank holds.
+
+    Args:
+        session: of the ranks that save.
+        content: what this rank holds.
+        specs: of the whole, the same on all ranks.
+        differing: "first" has tensors that ranks hold whole, and that differ, written by the first of them alone.
+
+    Raises:
+        RanksError: holders have different values; names the tensor and two of them.
     """
     mine = {}
     for spec in specs:
@@ -35,19 +47,27 @@ def check_replicas(session: Coordinator, content: Content, specs: Sequence[Tenso
 
     def compare(messages: list[bytes]) -> bytes:
         hashes = [json.loads(message) for message in messages]
+        alone = {}
         for spec in specs:
             for rank in range(session.world):
                 if spec.name not in hashes[rank]:
                     continue
                 first = spec.layout.holders(spec.shape, rank)[0]
-                if hashes[rank][spec.name] != hashes[first].get(spec.name):
-                    raise RanksError(
-                        f"state: {spec.name} is replicated on ranks {first} and {rank}, but its values differ there. "
-                        f"Make the ranks agree, or wrap it in `vescale_ckpt.local(...)` to keep one per rank."
-                    )
-        return b""
+                if hashes[rank][spec.name] == hashes[first].get(spec.name):
+                    continue
+                whole = isinstance(spec.layout, Rule) and all(text == "R" for text in spec.layout.placements)
+                if differing == "first" and whole:
+                    alone[spec.name] = first
+                    break
+                choice = ' save with differing="first",' if whole else ""
+                raise RanksError(
+                    f"state: {spec.name} is replicated on ranks {first} and {rank}, but its values differ there. "
+                    f"Make the ranks agree,{choice} or wrap it in `vescale_ckpt.local(...)` to keep one per rank."
+                )
+        return json.dumps(alone).encode()
 
-    session.agree("replicas", json.dumps(mine).encode(), compare)
+    alone = json.loads(session.agree("replicas", json.dumps(mine).encode(), compare))
+    return [held_by(spec, alone[spec.name]) if spec.name in alone else spec for spec in specs]
 
 
 def _hash(views: Sequence[Tensor]) -> str:

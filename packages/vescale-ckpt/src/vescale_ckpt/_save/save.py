@@ -6,7 +6,6 @@ Every rank that takes part calls them. An error on one rank reaches all of them,
 from __future__ import annotations
 
 import json
-import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -20,9 +19,9 @@ from .._coordination import Coordinator, coordinator
 from .._format import LOCAL, MAX_STEP, TensorRecord
 from .._storage import Storage, open_storage
 from .._trace import span
-from ..errors import CheckpointError, RanksError, StateError
+from ..errors import RanksError, StateError
 from .base import load_base, names_by_number, recall
-from .begin import Start, begin, groups_of, writes_all
+from .begin import Start, begin, drop, groups_of, writes_all
 from .finish import Part, finish
 from .handle import Meter, SaveHandle, SaveInfo
 from .options import SaveOptions
@@ -41,8 +40,6 @@ if TYPE_CHECKING:
 
 __all__ = ["async_save", "save"]
 
-log = logging.getLogger("vescale_ckpt")
-
 
 def save(
     path: str | os.PathLike[str] | Storage,
@@ -55,6 +52,7 @@ def save(
     layout: str = "packed",
     overwrite: bool = False,
     verify_replicas: bool = False,
+    differing: str = "error",
     fsync: bool = True,
     threads: int = 2,
     chunk_bytes: int = 1 << 20,
@@ -77,10 +75,16 @@ def save(
         compress: None writes chunks as they are, which is fastest on a local disk; "auto" compresses tensors of which a
             sample says that it saves bytes, for slow or dear storage; or the name of a codec.
         dedup: "position" refers to an earlier step for chunks that are still the same there; "content" shares equal
-            chunks of the whole store by their SHA-256; None writes everything.
-        layout: "packed", or "plain": ordinary safetensors files, neither compressed nor deduplicated.
+            chunks of the whole store by their SHA-256; None writes everything. A removed step leaves the data files
+            that later steps refer to: "position" goes on to refer to such a file while a quarter of it or more is
+            needed, else it writes those chunks again, as it always does with chunks below 16 KiB. So what lies in a
+            store stays within a few times the steps that are kept.
+        layout: "packed", or "plain": ordinary safetensors files, never deduplicated, and only with `compress=None`.
         overwrite: save a step again that is there; the old one stays valid until the new one is committed.
-        verify_replicas: compare all replicas first. Replicated tensors of up to 16 KiB and Python values always are.
+        verify_replicas: compare all replicas first. Always compared are Python values and of tensors that all ranks
+            hold whole all bytes up to 16 KiB, and a sample of those of larger ones.
+        differing: where such a tensor or value differs between ranks: "error", or "first" to save what the lowest rank
+            has, whole, as for the running means of batch norm in DistributedDataParallel.
         fsync: make files durable before the commit. False is for tests and for storage that loses nothing.
         threads: threads that checksum, compress and write.
         chunk_bytes: what is checked, compressed and shared as one; a multiple of 4096.
@@ -96,21 +100,23 @@ def save(
         StateError: something in the state cannot be saved; the message names it.
         LayoutError: a tensor is a pending sum, or its class is not known.
         RanksError: the ranks disagree, or one failed or did not answer.
-        StorageError: the storage failed, or has less free than is to be written, which is known at once (ENOSPC).
-            Whatever went wrong, earlier steps are as they were.
+        StorageError: the storage failed, or is full (ENOSPC). With `compress=None`, and no earlier step to refer to
+            (the first step, `dedup=None` or `layout="plain"`), it is known how much is to be written, and nothing is
+            if less than that is free; any other save finds out when it writes. Whatever went wrong, earlier steps
+            are as they were. Once the step is committed a storage that fails is logged, and the save has succeeded.
+        CheckpointError: the step is there already, or a garbage collection took the save for dead.
 
     Example:
-        >>> import tempfile, torch
+        >>> import tempfile, torch, vescale_ckpt as ck
         >>> folder = tempfile.mkdtemp()
-        >>> save(folder, {"w": torch.arange(4.0), "epoch": 3}, step=10).step
+        >>> ck.save(folder, {"w": torch.arange(4.0), "epoch": 3}, step=10).step
         10
         >>> target = {"w": torch.zeros(4), "epoch": 0}
-        >>> from vescale_ckpt import load
-        >>> load(folder, target).step, target["epoch"], target["w"].tolist()
+        >>> ck.load(folder, target).step, target["epoch"], target["w"].tolist()
         (10, 3, [0.0, 1.0, 2.0, 3.0])
     """
     options = SaveOptions(
-        compress, dedup, layout, chunk_bytes, file_bytes, overwrite, verify_replicas, threads, timeout
+        compress, dedup, layout, chunk_bytes, file_bytes, overwrite, verify_replicas, threads, differing, timeout
     )
     _, _, work = _prepare(path, state, step, metadata, options, fsync, process_group, pool, copy=False)
     return work()
@@ -127,6 +133,7 @@ def async_save(
     layout: str = "packed",
     overwrite: bool = False,
     verify_replicas: bool = False,
+    differing: str = "error",
     fsync: bool = True,
     threads: int = 2,
     chunk_bytes: int = 1 << 20,
@@ -144,7 +151,7 @@ def async_save(
         A handle: `wait()`, `done()`, `progress()`, `exception()`.
     """
     options = SaveOptions(
-        compress, dedup, layout, chunk_bytes, file_bytes, overwrite, verify_replicas, threads, timeout
+        compress, dedup, layout, chunk_bytes, file_bytes, overwrite, verify_replicas, threads, differing, timeout
     )
     meter, storage, work = _prepare(path, state, step, metadata, options, fsync, process_group, pool, copy=True)
     return start_thread(storage, f"{storage.url} step {step if step is not None else '(next)'}", meter, work)
@@ -226,38 +233,39 @@ def _plan(
         "local_bytes": total_bytes([held.spec for held in content.local]),
     }
     own = 0  # bytes of the tensors of single ranks, on member 0
+    begun: Start | None = None  # on member 0, which clears up what it has begun
 
     def decide(messages: list[bytes]) -> bytes:
-        nonlocal own
+        nonlocal own, begun
         heard = [json.loads(message) for message in messages]
         kinds = groups_of(heard)
         own = sum(message["local_bytes"] for message in heard)
         # Exact where all ranks hold the same keys; else keys that only some of them hold are counted below.
-        return begin(storage, step, options, kinds, own + max(message["bytes"] for message in heard)).to_bytes()
-
-    start = Start.from_bytes(session.agree("start", json.dumps(told).encode(), decide))
+        begun = begin(storage, step, options, kinds, own + max(message["bytes"] for message in heard))
+        return begun.to_bytes()
 
     def check(specs: Sequence[TensorSpec]) -> None:
         if writes_all(options, start.base is not None):
             check_space(storage, start.step, own + total_bytes(specs))
 
     try:
-        specs, tree = agree_on_keys(session, content, start.kinds, check)
+        start = Start.from_bytes(session.agree("start", json.dumps(told).encode(), decide))
+        specs, tree = agree_on_keys(session, content, start.kinds, check, options.differing)
         if options.verify_replicas and world > 1:
-            check_replicas(session, content, specs)
+            specs = check_replicas(session, content, specs, options.differing)
+        local = _state.renumber_local(content.packed, tree)
+        records = [TensorRecord(h.spec.name, h.spec.dtype, h.spec.shape, LOCAL) for h in content.local]
+        names = names_by_number(specs, records, rank)
+        base = None
+        if start.base is not None:
+            base = recall(start.store, rank, world, start.base) or load_base(storage, start.base, rank, world)
+        tasks = assign(specs, content, rank)
+        lease = start.lease(storage, options) if rank == 0 else None
+        return Part(storage, start, specs, tree, metadata, local, records, tasks, names, options, base, lease=lease)
     except BaseException:
-        if rank == 0:
-            _remove(storage, start.folder)
+        if begun is not None:
+            drop(storage, begun.folder)
         raise
-    local = _state.renumber_local(content.packed, tree)
-    records = [TensorRecord(h.spec.name, h.spec.dtype, h.spec.shape, LOCAL) for h in content.local]
-    names = names_by_number(specs, records, rank)
-    base = None
-    if start.base is not None:
-        base = recall(start.store, rank, world, start.base) or load_base(storage, start.base, rank, world)
-    tasks = assign(specs, content, rank)
-    lease = start.lease(storage, options) if rank == 0 else None
-    return Part(storage, start, specs, tree, metadata, local, records, tasks, names, options, base, lease=lease)
 
 
 def _check_step(step: int | None) -> None:
@@ -291,11 +299,4 @@ def _clean_up(part: Part, rank: int) -> None:
     """Remove what a failed save has left, as far as the storage lets us; a garbage collection gets the rest."""
     if rank != 0 or part.committing:  # a commit that failed half-way may have succeeded: never touch it
         return
-    _remove(part.storage, part.start.folder)
-
-
-def _remove(storage: Storage, folder: str) -> None:
-    try:
-        storage.remove_folder(folder)
-    except (OSError, CheckpointError) as error:
-        log.warning("%s: a failed save could not be cleaned up and is left to `gc`: %s", folder, error)
+    drop(part.storage, part.start.folder)

@@ -30,7 +30,7 @@ def check_space(storage: Storage, step: int, needed: int) -> None:
     error = StorageError(
         f"{storage.url}: not enough space for step {step}: {needed} bytes of tensors are to be written there, "
         f"{free} bytes are free. Nothing was written. Free some space (vescale-ckpt gc removes what no step needs), "
-        f'or save to another place, or with compress="auto", which is tried whatever is free.'
+        f'or save to another place, or with compress="auto" (layout="packed"), which is tried whatever is free.'
     )
     error.errno = errno.ENOSPC
     raise error

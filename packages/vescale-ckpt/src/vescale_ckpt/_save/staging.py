@@ -47,7 +47,8 @@ class StagingPool:
     """Buffers of host memory. Threads may use it at once.
 
     Example:
-        >>> pool = StagingPool(limit="1MiB")
+        >>> import vescale_ckpt as ck
+        >>> pool = ck.StagingPool(limit="1MiB")
         >>> buffer = pool.take(1000)
         >>> buffer.dtype, buffer.numel()
         (torch.uint8, 1000)

@@ -6,7 +6,7 @@ from .dtypes import DTYPES, dtype_name, dtype_of, dtype_of_safetensors, itemsize
 from .items import LEAVES, Item, leaf_names, leaves_of
 from .local import Local, local
 from .matching import match
-from .merge import merge
+from .merge import held_by, merge
 from .nodes import ABSENT, Leaf, check, is_absent, leaves, local_names, parse
 from .overlap import shares_elements
 from .stateful import missing_like
@@ -36,6 +36,7 @@ __all__ = [
     "dtype_name",
     "dtype_of",
     "dtype_of_safetensors",
+    "held_by",
     "is_absent",
     "itemsize",
     "join_boxes",

@@ -19,16 +19,24 @@ from .tensors import Held, TensorSpec
 __all__ = ["canonical", "difference", "digest", "small_values"]
 
 SMALL = 16 * 1024
-"""Bytes of a replicated tensor up to which its values are compared."""
+"""Bytes of a replicated tensor up to which all of its values are compared; of larger ones a sample is."""
+BLOCKS = 8
+"""Stretches of a sample that begin at even distances from the first element on; one more ends with the last."""
+BLOCK = 512
+"""Bytes of such a stretch."""
+ALIGN = 16
+"""Bytes of the longest element: each stretch begins with a whole one."""
 Said = tuple[Sequence[TensorSpec], Any, Mapping[str, str]]
-"""Specs, tree and hashes of small tensors."""
+"""Specs, tree and hashes of replicated tensors."""
 
 
 def small_values(helds: Sequence[Held]) -> dict[str, str]:
-    """Return hashes of the replicated tensors of up to 16 KiB, by name.
+    """Return hashes of the replicated tensors by name: of all their bytes up to 16 KiB, else of a sample of 4.5 KiB.
 
-    Without them two ranks with different random states under one key would look alike, and one state would be lost.
+    Without them two ranks with different random states under one key would look alike, and one state would be lost; or
+    a large tensor would be put together from pieces of different ones.
     """
+    hashes: dict[str, str] = {}
     found: dict[torch.device, list[tuple[str, Tensor]]] = {}
     for held in helds:
         spec = held.spec
@@ -37,14 +45,17 @@ def small_values(helds: Sequence[Held]) -> dict[str, str]:
         for _, view in held.parts:
             if view.numel() * view.element_size() <= SMALL:
                 found.setdefault(view.device, []).append((spec.name, view))
-    hashes: dict[str, str] = {}
+            elif view.device.type != "cpu" or not view.is_contiguous() or view.is_conj() or view.is_neg():
+                found.setdefault(view.device, []).append((spec.name, _sample(view)))
+            else:
+                hashes[spec.name] = _hash(_stretches(memory(view)))
     for device, views in found.items():
         flat = [_bytes(view) for _, view in views]
         if device.type != "cpu":  # one copy for all
             sizes = [piece.numel() for piece in flat]
             flat = list(torch.split(torch.cat(flat).cpu(), sizes))
         for (name, _), data in zip(views, flat, strict=True):
-            hashes[name] = hashlib.sha256(memory(data)).hexdigest()
+            hashes[name] = _hash(memory(data))
     return hashes
 
 
@@ -129,11 +140,36 @@ def _bytes(view: Tensor) -> Tensor:
     return dense.view(torch.uint8)
 
 
+def _hash(data: bytes | memoryview) -> str:
+    return hashlib.sha256(data).hexdigest()[:32]
+
+
+def _stretches(data: memoryview) -> bytes:
+    """Return the bytes that a sample has of a large tensor whose elements lie in order."""
+    step = len(data) // BLOCKS // ALIGN * ALIGN
+    stretches = [data[at : at + BLOCK] for at in range(0, BLOCKS * step, step)]
+    return b"".join([*stretches, data[-BLOCK:]])
+
+
+def _sample(view: Tensor) -> Tensor:
+    """Return the elements of which `_stretches` returns the bytes, of a tensor of any strides, on its device."""
+    size, total = view.element_size(), view.numel()
+    count, step = BLOCK // size, total * size // BLOCKS // ALIGN * ALIGN // size
+    if view.is_contiguous():
+        flat = view.detach().view(-1)
+        return torch.cat([flat[: BLOCKS * step].view(BLOCKS, step)[:, :count].reshape(-1), flat[-count:]])
+    if size == 1:  # some dtypes of a byte cannot be indexed
+        view = view.detach().view(torch.uint8)
+    starts = torch.tensor([*range(0, BLOCKS * step, step), total - count])
+    at = (starts[:, None] + torch.arange(count)).view(-1).to(view.device)
+    return view.detach()[torch.unravel_index(at, view.shape)]
+
+
 def _words(said: Said) -> dict[str, str]:
     specs, tree, small = said
     words: dict[str, str] = dict(_leaf_words(specs, tree))
     for name, value in small.items():
-        words[name] = words.get(name, "a tensor") + f", sha256 of its values {value[:12]}"
+        words[name] = words.get(name, "a tensor") + f", hash of its values {value[:12]}"
     return words
 
 

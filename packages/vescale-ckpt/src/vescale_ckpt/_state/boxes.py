@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from .._geometry import Box, Explicit
+from .._words import counted
 from ..errors import LayoutError, RanksError
 from .nodes import ABSENT, local_names
 from .tensors import TensorSpec
@@ -156,5 +157,5 @@ def _check_cover(name: str, shape: tuple[int, ...], layout: Explicit) -> None:
     ranks = sorted({rank for group in owners.values() for rank in group})
     raise LayoutError(
         f"state: {name}: no rank holds {whole - held} of the {whole} elements of a tensor of shape {shape}. "
-        f"{len(ranks)} ranks hold something of it: {ranks[:8]}."
+        f"{counted(len(ranks), 'rank', ('holds', 'hold'))} something of it: {ranks[:8]}."
     )

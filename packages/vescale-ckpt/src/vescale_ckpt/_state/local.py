@@ -35,7 +35,8 @@ def local(value: Any) -> Local:
         What to put into the state in place of the value. After a load in place its `value` is the loaded one.
 
     Example:
-        >>> local({"position": 7}).value["position"]
+        >>> import vescale_ckpt as ck
+        >>> ck.local({"position": 7}).value["position"]
         7
     """
     return value if isinstance(value, Local) else Local(value)

@@ -15,18 +15,32 @@ from .nodes import parse
 from .tensors import TensorSpec
 from .tree import node_of
 
-__all__ = ["merge"]
+__all__ = ["held_by", "merge"]
 
 _MAPPINGS = ("dict", "ordered")
 Entry = tuple[Sequence[int], TensorSpec]
 """The ranks of a group, and the spec that they have."""
 
 
-def merge(parts: Sequence[tuple[Sequence[int], Sequence[TensorSpec], Any]]) -> tuple[list[TensorSpec], Any]:
+def held_by(spec: TensorSpec, rank: int) -> TensorSpec:
+    """Return the spec of a tensor of which one rank alone has the values that count.
+
+    Example:
+        >>> both = TensorSpec("w", "int8", (2,), Rule(Mesh((2,), range(2)), ("R",)))
+        >>> held_by(both, 1).layout.holders((2,), 1)
+        (1,)
+    """
+    return TensorSpec(spec.name, spec.dtype, spec.shape, Rule(Mesh((1,), (rank,)), ("R",)))
+
+
+def merge(
+    parts: Sequence[tuple[Sequence[int], Sequence[TensorSpec], Any]], *, first: bool = False
+) -> tuple[list[TensorSpec], Any]:
     """Return specs and tree of the union of what groups of ranks hold.
 
     Args:
         parts: per group its ranks, its specs, and the tree that counts those. Ranks of a group hold the same keys.
+        first: take Python values that differ from the first group; else they are an error.
 
     Returns:
         The specs by name, and the tree that counts them.
@@ -40,7 +54,7 @@ def merge(parts: Sequence[tuple[Sequence[int], Sequence[TensorSpec], Any]]) -> t
     """
     roots = [(ranks, parse(tree, len(specs)), specs) for ranks, specs, tree in parts]
     _check_names([(ranks, root) for ranks, root, _ in roots])
-    merger = _Merger()
+    merger = _Merger(first)
     for ranks, _, specs in roots:
         merger.collect(ranks, specs)
     ranks, root, specs = roots[0]
@@ -57,7 +71,8 @@ def merge(parts: Sequence[tuple[Sequence[int], Sequence[TensorSpec], Any]]) -> t
 
 
 class _Merger:
-    def __init__(self) -> None:
+    def __init__(self, first: bool) -> None:
+        self.first = first
         self.entries: dict[str, list[Entry]] = {}
 
     def collect(self, ranks: Sequence[int], specs: Sequence[TensorSpec]) -> None:
@@ -81,7 +96,7 @@ class _Merger:
             return mine
         if mine.kind == theirs.kind and mine.kind in ("tensor", "numpy") and mine.value.name == theirs.value.name:
             return mine
-        if mine.kind == theirs.kind == "value" and _json(mine.node) == _json(theirs.node):
+        if mine.kind == theirs.kind == "value" and (self.first or _json(mine.node) == _json(theirs.node)):
             return mine
         raise _conflict(mine, theirs)
 
@@ -206,7 +221,10 @@ def _copy(item: Item, specs: Sequence[TensorSpec], ranks: Sequence[int]) -> Item
 
 def _conflict(mine: Item, theirs: Item) -> RanksError:
     text = spell(mine.path)
-    hint = "Wrap it in `vescale_ckpt.local(...)` if each rank is to keep its own; else make the ranks agree."
+    hint = (
+        f'Wrap it in `vescale_ckpt.local(...)` if each rank is to keep its own, save with differing="first" to keep '
+        f"that of rank {mine.number} only, or make the ranks agree."
+    )
     if "tensor" in (mine.kind, theirs.kind) and mine.kind == theirs.kind:
         hint = "It is tied to other keys on some of the ranks only; tie it on all, or use different keys."
     elif mine.kind != "value" or theirs.kind != "value":

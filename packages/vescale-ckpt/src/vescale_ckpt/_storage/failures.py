@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
 
 from ..errors import CorruptionError, StorageError
 
@@ -30,7 +29,6 @@ def storage_error(
     error: BaseException,
     *,
     needed: int | None = None,
-    free: Callable[[], int | None] | None = None,
 ) -> StorageError:
     """Make the error for a storage that failed.
 
@@ -39,15 +37,13 @@ def storage_error(
         path: relative to the storage; "" for its root.
         url: root of the storage.
         error: what was raised; its errno is kept.
-        needed: bytes that were still to be written.
-        free: asked for the bytes that are left, where the disk is full.
+        needed: bytes that were still to be written. What is free is not told: it changes when the part of the file
+            that was written is removed.
     """
     code = getattr(error, "errno", None)
     what = f"cannot {action} {path!r} in {url}" if path else f"cannot {action} {url}"
     if code in FULL:
-        left = free() if free else None
         numbers = "" if needed is None else f": {needed} more bytes were to be written there"
-        numbers += "" if left is None else f", {left} bytes are free"
         text = f"{what}: {FULL[code]}{numbers}. Free some space (vescale-ckpt gc removes what no step needs) and retry"
     elif code in ADVICE:
         text = f"{what}: {ADVICE[code]} ({error})"

@@ -6,7 +6,6 @@ names in folders that were not synced, and removals in them. The inner storage t
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -211,9 +210,7 @@ class FaultyStorage:
     def _error(self, fault: Fail, path: str, needed: int | None) -> StorageError:
         kind = self.operations[-1].kind
         error = OSError(fault.code, f"{os.strerror(fault.code)} (made for a test)")
-        full = fault.code in (errno.ENOSPC, errno.EDQUOT)
-        free: Callable[[], int | None] | None = (lambda: 0) if full else None
-        return storage_error(kind, path, self.url, error, needed=needed, free=free)
+        return storage_error(kind, path, self.url, error, needed=needed)
 
     # ---- what a loss of power would undo; the lock is held
 

@@ -238,7 +238,7 @@ class LocalStorage:
         except (FileNotFoundError, FileExistsError, StorageError):
             raise
         except OSError as error:
-            raise storage_error(action, path, self.url, error, needed=needed, free=self.free_bytes) from error
+            raise storage_error(action, path, self.url, error, needed=needed) from error
 
     def _is_inside(self, real: str) -> bool:
         return real == self.root or real.startswith(os.path.join(self.root, ""))

@@ -143,8 +143,7 @@ class LocalSink:
             raise self._error("remove", error, None) from error
 
     def _error(self, action: str, error: OSError, needed: int | None) -> StorageError:
-        storage = self._storage
-        return storage_error(action, self._path, storage.url, error, needed=needed, free=storage.free_bytes)
+        return storage_error(action, self._path, self._storage.url, error, needed=needed)
 
 
 class LocalSource:

@@ -205,7 +205,7 @@ class MemoryStorage:
         free = self.free_bytes()
         if free is not None and more > free:
             error = OSError(errno.ENOSPC, "No space left on device")
-            raise storage_error("write", path, self.url, error, needed=more, free=self.free_bytes)
+            raise storage_error("write", path, self.url, error, needed=more)
 
 
 class MemorySink:
