@@ -13,7 +13,8 @@ from torch.nn import functional
 
 from vescale_pipe._engine import PipeEngine
 from vescale_pipe._plan import PipePlan
-from vescale_pipe._schedule import Action, Kind, Schedule
+from vescale_pipe._schedule import Action, Kind, Schedule, from_csv
+from vescale_pipe._split import manual
 from vescale_pipe.errors import PipeError, RankError, ScheduleError, TransportError
 
 mse = functional.mse_loss
@@ -132,3 +133,43 @@ def test_a_rank_that_is_gone_or_stuck_is_named_with_the_message(rank: int) -> No
             engine(x, target=y)
         if not gone:
             dist.barrier()
+
+
+def test_a_step_that_fails_before_its_first_call_tells_why():
+    class Skips(nn.Module):
+        """Uses its second input only where there is something in it, as models do with masks."""
+
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+        def forward(self, x, mask):
+            x = self.layers[0](x)
+            if mask.any():
+                return self.layers[1](x + mask), x
+            return self.layers[1](x), x.relu()
+
+    plan = PipePlan(num_microbatches=2, at=["layers.1"])
+    engine = PipeEngine(Skips(), None, plan, lambda out: out[0].mean() + out[1].mean(), act_out=2)
+    mask = torch.tensor([0.0, 0.0, 1.0, 1.0]).reshape(4, 1)
+    with pytest.raises(PipeError, match="send different values between stages"):
+        engine(torch.ones(4, 4), mask)
+
+
+def test_a_target_of_other_rows_is_refused():
+    engine = PipeEngine(nn.Linear(4, 4), None, PipePlan(num_microbatches=2), nn.functional.mse_loss)
+    with pytest.raises(PipeError, match=r"target: a tensor of shape \(2, 4\) given; the batch has 8 rows"):
+        engine(torch.ones(8, 4), target=torch.ones(2, 4))
+
+
+def test_a_schedule_in_another_order_is_told(caplog):
+    own = from_csv("0F0,0F1,0B0,0B1\n1F1,1B1,1F0,1B0\n", "own")
+    engine = PipeEngine(
+        manual([nn.Linear(4, 4), nn.Linear(4, 4)]),
+        None,
+        PipePlan(schedule=own, num_microbatches=2),
+        nn.functional.mse_loss,
+        act_out=2,
+    )
+    engine(torch.ones(4, 4), target=torch.ones(4, 4))
+    assert "schedule 'own' adds gradients in another order" in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from ._runtime.mesh import pipeline_group, wrapped
 from ._runtime.order import fit, one_device
 from ._runtime.rank import Record, run_together
 from ._runtime.wiring import GraphLike
-from ._schedule import Schedule
+from ._schedule import Rule, Schedule, problems
 from ._timeline.recorder import recorder
 from ._timeline.transport import RecordedTransport
 from ._transport import LocalHub, Transport, open_transport
@@ -31,13 +32,17 @@ if TYPE_CHECKING:
 
 __all__ = ["PipeEngine"]
 
+log = logging.getLogger("vescale_pipe")
+
 
 class PipeEngine:
     """Trains and runs a model in a pipeline.
 
-    Every rank makes the engine alike and calls it with the same arguments; ranks whose stages take none of them may
-    pass None. Gradients, losses and, after equal optimizer steps, parameters are bitwise those of one process that
-    does `for m: (loss_m * weight_m).backward()`, where the kernels of torch are deterministic.
+    Every rank makes the engine alike and calls it with the same arguments; with stages made by hand, ranks whose
+    stages take none of them may pass None. Gradients, losses and, after equal optimizer steps, parameters are bitwise
+    those of one process that does `for m: (loss_m * weight_m).backward()`, where the kernels of torch are
+    deterministic and draw no random numbers (each rank has a generator of its own), and the schedule ends
+    micro-batches in their order (all that have a name do).
 
     Args:
         model: a model in stages (`split`, `manual`), or a model, which is cut at the first call or by `example`.
@@ -102,6 +107,7 @@ class PipeEngine:
         self._forms: dict[int, Form] = {}
         self._kept: list[GraphLike] = []
         self._modules: dict[tuple[int, int], Callable[..., Any]] = {}
+        self._told = False
         if _in_stages(model):
             self._build(model)
         elif example is not None:
@@ -144,6 +150,7 @@ class PipeEngine:
             assert num_stages is not None
             return one_device(num_stages, microbatches)
         if isinstance(plan.schedule, Schedule):
+            self._tell_of_order(plan.schedule)
             if plan.schedule.num_microbatches != microbatches:
                 raise PipeError(
                     f"schedule {plan.schedule.name!r} is for {plan.schedule.num_microbatches} micro-batches, not "
@@ -156,6 +163,21 @@ class PipeEngine:
         if chunks is None and num_stages is not None and num_stages > self.num_ranks:
             chunks = num_stages // self.num_ranks
         return build_schedule(plan.schedule, self.num_ranks, microbatches, chunks=chunks)
+
+    def _tell_of_order(self, schedule: Schedule) -> None:
+        """Warn, once, of a schedule of the user's in which gradients are not added in the order of micro-batches."""
+        if self._told:
+            return
+        self._told = True
+        found = [one for one in problems(schedule, canonical=True) if one.rule == Rule.CANONICAL]
+        if found:
+            log.warning(
+                "schedule %r adds gradients in another order than a loop over micro-batches would, so their last bits "
+                "may differ from it: rank %d, %s.",
+                schedule.name,
+                found[0].rank,
+                found[0].action,
+            )
 
     def _build(self, graph: Any) -> None:
         """Take a model in stages."""
@@ -255,7 +277,7 @@ class PipeEngine:
         num_microbatches: int | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor | None, Any]:
-        """Run the model forward only, without gradients.
+        """Run the model forward only, without gradients; call `eval()` first, or it stays in training mode.
 
         Args:
             args: as for a step.
@@ -301,7 +323,9 @@ class PipeEngine:
             if len(forms) > 1:
                 raise PipeError(
                     "micro-batches of one step send different values between stages, for the model does not do the "
-                    "same for all of them; use micro-batches of one kind, or cut the model elsewhere."
+                    "same for all of them: some models drop an attention mask where nothing is masked. Use "
+                    "micro-batches of one kind, cut the model elsewhere, or, in transformers, set "
+                    'attn_implementation="eager".'
                 )
             keep = self.plan.keep_outputs or not training
             for rank, calls in zip(form.ranks, form.calls(training, count), strict=True):

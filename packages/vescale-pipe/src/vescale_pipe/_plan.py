@@ -16,6 +16,27 @@ __all__ = ["PipePlan"]
 class PipePlan:
     """How a model runs in a pipeline; the same on all ranks.
 
+    Args:
+        schedule: name of a schedule, or one of your own.
+        num_microbatches: pieces that a batch is cut into; it need not divide the rows of the batch.
+        chunks: stages per rank; None: what the schedule has by default.
+        at: names of modules that stages begin with; None: stages of even cost.
+        units: modules that are never cut, names or classes; None: blocks of the model's lists of modules.
+        costs: of units, to balance stages by; "auto": floating point operations.
+        loss: weight of a micro-batch's loss: "mean" (its share of the rows), "sum" (1), or a function of its target,
+            such as the number of valid tokens, whose values are divided by their sum.
+        tied: how gradients of parameters in several stages are added: "exact" (per micro-batch, bitwise as on one
+            device) or "fast" (once a step, with fewer messages).
+        added_losses: whether modules call `add_loss`.
+        release: whether a rank frees the weights of stages of other ranks: in the given model they become meta.
+        keep_outputs: whether the rank of the last stage returns outputs.
+        receive_ahead: messages for which a rank makes room before it needs them.
+        timeout: seconds that a rank waits for a message before it says that another one is stuck.
+        mesh_dim: dimension of a mesh of several dimensions that ranks of the pipeline are along.
+
+    Raises:
+        PipeError: a value is not allowed; the message names the argument.
+
     Example:
         >>> PipePlan(schedule="interleaved_1f1b", num_microbatches=8, chunks=2).num_microbatches
         8
@@ -56,6 +77,8 @@ class PipePlan:
         count = self.num_microbatches
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise PipeError(f"num_microbatches={count!r}: it must be a whole number from 1.")
+        if isinstance(self.at, str):
+            raise PipeError(f"at={self.at!r}: it must be a list of names, such as [{self.at!r}].")
         if self.tied not in ("exact", "fast"):
             raise PipeError(f"tied={self.tied!r}: it must be 'exact' or 'fast'.")
         if self.receive_ahead < 1:

@@ -18,6 +18,9 @@ from .text import to_text
 __all__ = ["render"]
 
 
+ENDINGS: dict[str, Literal["svg", "png", "text"]] = {".svg": "svg", ".png": "png", ".txt": "text"}
+
+
 def render(
     what: Schedule | Simulation | Iterable[Bar],
     path: str | PathLike[str] | None = None,
@@ -33,7 +36,7 @@ def render(
         what: a schedule, which is simulated first; a simulation; or bars, such as measured ones.
         path: file to write; None: none is.
         format: "svg"; "png", which needs matplotlib and a path; "text" for a terminal. None: what the path ends
-            with, or else svg.
+            with (.svg, .png, .txt), svg without a path.
         costs: what the actions of a schedule cost; None: a forward, an input gradient and a weight gradient of all
             layers of a rank take 1 each.
         title: first line; None: name and size of the schedule.
@@ -61,8 +64,10 @@ def render(
         <BLANKLINE>
     """
     if format is None:
-        ending = Path(path).suffix.lower() if path is not None else ""
-        format = "png" if ending == ".png" else "text" if ending == ".txt" else "svg"
+        ending = Path(path).suffix.lower() if path is not None else ".svg"
+        if ending not in ENDINGS:
+            raise ValueError(f"path: {path} ends in none of {', '.join(ENDINGS)}; give one of these, or a format.")
+        format = ENDINGS[ending]
     if format not in ("svg", "png", "text"):
         raise ValueError(f'format: {format!r} given; it must be "svg", "png" or "text".')
     if format == "png" and path is None:

@@ -133,6 +133,9 @@ class Batch:
     def targets(self) -> list[Any]:
         """Return the target of each micro-batch."""
         leaves, spec = _pytree.tree_flatten(self._target)
+        for one in leaves:
+            if isinstance(one, Tensor) and one.dim() and self.size is not None and one.shape[0] != self.size:
+                raise PipeError(f"target: a tensor of shape {tuple(one.shape)} given; the batch has {self.size} rows.")
         columns = [self.split(one) for one in leaves]
         return [_pytree.tree_unflatten([column[m] for column in columns], spec) for m in range(self.count)]
 

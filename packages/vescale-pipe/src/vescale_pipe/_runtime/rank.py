@@ -271,7 +271,8 @@ class Rank:
 
     def where(self) -> str:
         """Say what the rank is at."""
-        assert self._calls is not None
+        if self._calls is None:  # an error came before the first call of all
+            return "the start of a step"
         if self.at < len(self._calls.calls):
             return self._calls.calls[self.at].name
         return "the end"

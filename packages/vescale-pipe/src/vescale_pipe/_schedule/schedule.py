@@ -36,7 +36,7 @@ class Columns:
         return self.kind.numel()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Schedule:
     """Who does what in which order in one step of a pipeline. Only computation: messages follow from it.
 
@@ -137,6 +137,10 @@ class Schedule:
     def joined(self, rank: int) -> tuple[int, ...]:
         """Return the indexes of a rank's actions that overlap with the one after them."""
         return tuple(self.columns[rank].joined.nonzero().flatten().tolist())
+
+    def __repr__(self) -> str:
+        size = f"{self.num_ranks} ranks, {self.num_stages} stages, {self.num_microbatches} micro-batches"
+        return f"<Schedule {self.name!r}: {size}, {self.num_actions} actions; `to_csv` shows them>"
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Schedule):

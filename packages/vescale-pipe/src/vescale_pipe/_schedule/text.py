@@ -112,6 +112,8 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
     lines = list(csv.reader(io.StringIO(text)))
     while lines and not any(cell.strip() for cell in lines[-1]):
         lines.pop()
+    if not lines:
+        raise ScheduleError(f"{name}: there is no line in it; each rank has one, of cells such as 0F0.")
     actions: list[list[Action]] = []
     joined: list[tuple[int, int]] = []
     mixed: list[list[Action | tuple[str, int, int]]] = []
