@@ -86,6 +86,8 @@ class Checkpointer:
         self._options = {**options, "fsync": fsync}
         self._running: SaveHandle | None = None
         self._told = self._closed = False
+        self._highest = -1
+        """Highest step that was saved here; -1 before the first."""
 
     def __repr__(self) -> str:
         return f"Checkpointer({self._storage.url!r}, keep={self._keep!r}, async_={self._async})"
@@ -210,7 +212,8 @@ class Checkpointer:
 
     def _tell_of_later(self, step: int) -> None:
         """Warn, once, of steps that a run left behind which went back to an earlier one: they stay the latest."""
-        if self._told:
+        known, self._highest = self._highest, max(step, self._highest)
+        if self._told or 0 <= known < step:  # no look at the storage while steps rise
             return
         latest = StepFolders(self._storage).latest()
         if latest is not None and latest.step > step:

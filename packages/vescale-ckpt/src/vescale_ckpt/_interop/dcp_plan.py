@@ -18,7 +18,7 @@ from ..errors import LayoutError, RanksError, StateError
 from .nesting import KeyPath, nest
 from .streaming import layout_of, marker
 
-__all__ = ["Whole", "box_of", "step_of", "whole_of"]
+__all__ = ["Whole", "box_of", "names_step", "step_of", "whole_of"]
 
 _DIGITS = re.compile(r"(\d+)\D*$", re.ASCII)
 
@@ -65,6 +65,15 @@ def step_of(checkpoint_id: Any) -> int:
             f"already, so leave it out, or pass one such as 'step-1000'."
         )
     return int(match[1])
+
+
+def names_step(checkpoint_id: Any) -> bool:
+    """Tell whether a `checkpoint_id` means a step."""
+    try:
+        step_of(checkpoint_id)
+    except ValueError:
+        return False
+    return True
 
 
 def box_of(item: WriteItem) -> Box:

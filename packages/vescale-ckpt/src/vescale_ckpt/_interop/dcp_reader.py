@@ -27,7 +27,7 @@ from .._save.running import wait_for
 from .._state import Local
 from .._storage import Storage, open_storage
 from ..errors import CheckpointError, FormatError, MismatchError, RanksError, StateError
-from .dcp_plan import step_of
+from .dcp_plan import names_step, step_of
 
 __all__ = ["VescaleReader"]
 
@@ -133,11 +133,7 @@ class VescaleReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Tell whether a `checkpoint_id` names a step."""
-        try:
-            step_of(checkpoint_id)
-        except ValueError:
-            return False
-        return True
+        return names_step(checkpoint_id)
 
     def _read(self, checkpoint: Checkpoint, plan: LoadPlan, planner: LoadPlanner) -> None:
         requests, targets = list[Request](), []

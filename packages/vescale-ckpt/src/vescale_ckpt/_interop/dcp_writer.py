@@ -31,13 +31,13 @@ from .._save.handle import Meter, SaveInfo
 from .._save.options import SaveOptions
 from .._save.plan import total_bytes
 from .._save.running import wait_for
-from .._save.save import _check_metadata, _check_step, _clean_up
+from .._save.save import check_metadata, check_step, clean_up
 from .._save.stage import Task, stage
 from .._save.staging import default_pool
 from .._state import TensorSpec
 from .._storage import Storage, open_storage
 from ..errors import CheckpointError, RanksError, StateError
-from .dcp_plan import Whole, box_of, step_of, whole_of
+from .dcp_plan import Whole, box_of, names_step, step_of, whole_of
 
 __all__ = ["VescaleWriter"]
 
@@ -94,8 +94,8 @@ class VescaleWriter(StorageWriter):
         timeout: float = 1800.0,
     ) -> None:
         super().__init__()
-        _check_step(step)
-        _check_metadata(metadata)
+        check_step(step)
+        check_metadata(metadata)
         self._path, self._step, self._metadata, self._fsync = path, step, metadata, fsync
         self._options = SaveOptions(
             compress, dedup, overwrite=overwrite, threads=threads, chunk_bytes=chunk_bytes, timeout=timeout
@@ -258,18 +258,14 @@ class VescaleWriter(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Tell whether a `checkpoint_id` names a step."""
-        try:
-            step_of(checkpoint_id)
-        except ValueError:
-            return False
-        return True
+        return names_step(checkpoint_id)
 
     def _give_up(self) -> None:
         """Remove what the last save has left, if it was neither committed nor given up; on the coordinator."""
         part = self._part
         self._settle()
         if part is not None:
-            _clean_up(part, 0)
+            clean_up(part, 0)
 
     def _settle(self) -> None:
         """Forget the last save: nothing of it is left to be removed."""
@@ -298,7 +294,7 @@ class VescaleWriter(StorageWriter):
 def _end_of(part: Part, process: int) -> None:
     """Remove what a save has left whose writer is no longer in use; in a forked child it is still the parent's."""
     if os.getpid() == process:
-        _clean_up(part, 0)
+        clean_up(part, 0)
 
 
 def _task(planner: SavePlanner, item: WriteItem, number: int) -> Task:

@@ -26,7 +26,7 @@ from .._save.handle import Meter, SaveInfo
 from .._save.options import SaveOptions
 from .._save.plan import total_bytes
 from .._save.running import wait_for
-from .._save.save import _check_metadata, _check_step, _clean_up
+from .._save.save import check_metadata, check_step, clean_up
 from .._save.stage import Staged, Task
 from .._state import TensorSpec
 from .._storage import Storage, open_storage
@@ -138,8 +138,8 @@ def save_stream(
     Returns:
         What was written, and the state without its tensors.
     """
-    _check_step(step)
-    _check_metadata(metadata)
+    check_step(step)
+    check_metadata(metadata)
     storage = open_storage(path)
     wait_for(storage)
     packed, meter = _state.pack(state), Meter()
@@ -174,7 +174,7 @@ def save_stream(
         meter.total = sum(task.nbytes for task in part.tasks)
         return finish(part, cast("Coordinator", Alone()), meter), packed
     except BaseException:
-        _clean_up(part, 0)
+        clean_up(part, 0)
         raise
 
 

@@ -20,7 +20,7 @@ from .. import _state
 from .._codec import as_bytes
 from .._geometry import Box, Piece
 from .._load import Checkpoint, open_checkpoint
-from .._load.fresh import _prune
+from .._load.fresh import prune
 from .._load.names import Keys, chooser
 from .._save.options import SaveOptions
 from .._storage import Storage
@@ -204,7 +204,7 @@ def chosen_items(checkpoint: Checkpoint, keys: Keys) -> tuple[_state.Item, tuple
                 item.number += count
                 kept.add(id(item))
         kept.add(id(leaf))
-    if not _prune(root, kept, wanted) and names:
+    if not prune(root, kept, wanted) and names:
         raise MismatchError(f"keys: none of the {len(names)} keys of step {checkpoint.step} is wanted by {keys!r}.")
     return root, tuple(skipped)
 

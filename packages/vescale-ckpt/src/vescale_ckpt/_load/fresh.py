@@ -19,7 +19,7 @@ from .checkpoint import open_checkpoint
 from .names import asked, chooser
 from .target import Request
 
-__all__ = ["load_dict"]
+__all__ = ["load_dict", "prune"]
 
 
 def load_dict(
@@ -72,7 +72,7 @@ def load_dict(
         rank = 0 if rank is None and manifest.world == 1 else rank
         if rank is None:
             kept -= {id(leaf) for leaf in _state.leaves_of(root) if leaf.kind == "local"}
-        if not _prune(root, kept, wanted) and names:
+        if not prune(root, kept, wanted) and names:
             count = counted(len(names), "key")
             said = asked(keys, list(names.values()))
             raise MismatchError(f"keys: of the {count} of step {checkpoint.step} none is wanted {said}.")
@@ -115,7 +115,7 @@ def read_local(checkpoint: Any, rank: int, slot: int, requests: list[Request]) -
     return _state.unpack(node, tensor, lambda _: None, tensors=len(records), locals=0)
 
 
-def _prune(item: _state.Item, kept: set[int], wanted: Callable[[str], bool]) -> bool:
+def prune(item: _state.Item, kept: set[int], wanted: Callable[[str], bool]) -> bool:
     """Drop what is not wanted; tell whether anything is left.
 
     Args:
@@ -127,7 +127,7 @@ def _prune(item: _state.Item, kept: set[int], wanted: Callable[[str], bool]) -> 
         return id(item) in kept
     if not item.children:
         return wanted(".".join(map(str, item.path)))
-    left = [(key, child) for key, child in item.children if _prune(child, kept, wanted)]
+    left = [(key, child) for key, child in item.children if prune(child, kept, wanted)]
     lost = len(left) < len(item.children)
     if lost and left and item.kind in ("list", "tuple"):  # the others keep their places
         there = dict(left)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from .._state import TensorSpec
 
-__all__ = ["async_save", "save"]
+__all__ = ["async_save", "check_metadata", "check_step", "clean_up", "save"]
 
 
 def save(
@@ -179,7 +179,7 @@ def _prepare(
     buffers: list[Tensor] = []
     part: Part | None = None
     try:
-        _check_step(step)
+        check_step(step)
         storage = open_storage(path, fsync=fsync)
         wait_for(storage)
         with span("plan", storage.url):
@@ -193,7 +193,7 @@ def _prepare(
         session.fail(error)
         session.close()
         if part is not None:
-            _clean_up(part, session.rank)
+            clean_up(part, session.rank)
         raise
     blocked = time.perf_counter() - begun
 
@@ -202,7 +202,7 @@ def _prepare(
             info = finish(part, session, meter)
         except BaseException as error:
             session.fail(error)
-            _clean_up(part, session.rank)
+            clean_up(part, session.rank)
             cause = _first_failure(session, error)
             if cause is error:
                 raise
@@ -222,7 +222,7 @@ def _plan(
     storage: Storage, state: Any, step: int | None, metadata: Any, options: SaveOptions, session: Coordinator
 ) -> Part:
     rank, world = session.rank, session.world
-    _check_metadata(metadata)
+    check_metadata(metadata)
     content = describe_state(state, session.ranks, rank)
     told = {
         "digest": content.digest() if world > 1 else "",
@@ -268,12 +268,14 @@ def _plan(
         raise
 
 
-def _check_step(step: int | None) -> None:
+def check_step(step: int | None) -> None:
+    """Raise ValueError unless `step` is the number of a step, or None."""
     if step is not None and (type(step) is not int or not 0 <= step <= MAX_STEP):
         raise ValueError(f"step: expected an integer from 0 to 10**15, or None, but got {step!r}.")
 
 
-def _check_metadata(metadata: Any) -> None:
+def check_metadata(metadata: Any) -> None:
+    """Raise an error unless JSON can hold `metadata`."""
     try:
         json.dumps(metadata, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -295,7 +297,7 @@ def _first_failure(session: Coordinator, error: BaseException) -> BaseException:
     return error
 
 
-def _clean_up(part: Part, rank: int) -> None:
+def clean_up(part: Part, rank: int) -> None:
     """Remove what a failed save has left, as far as the storage lets us; a garbage collection gets the rest."""
     if rank != 0 or part.committing:  # a commit that failed half-way may have succeeded: never touch it
         return
