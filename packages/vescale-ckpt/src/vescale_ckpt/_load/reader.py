@@ -23,7 +23,7 @@ from .._words import counted
 from ..errors import CorruptionError, FormatError
 from .jobs import GAP_BYTES, JOB_BYTES, Extent, Job, jobs_of
 from .plan import Inline, Part, Plan, Want, select
-from .target import Target, copy
+from .target import copy
 
 __all__ = ["Damage", "ReadStats", "Reader", "corruption"]
 
@@ -228,7 +228,8 @@ class _Run:
                 views.append(memory[begin : begin + extent.size])
                 slots.append(room[begin : begin + extent.size])
             else:
-                target, first, last = direct
+                want, first, last = direct
+                target = want.target
                 assert target.memory is not None
                 assert target.bytes is not None
                 views.append(target.memory[first:last])
@@ -265,13 +266,14 @@ class _Run:
         """Decode, check and hand out one chunk."""
         part, chunks = extent.part, extent.part.index.chunks
         name, data = _codec_of(part), slot
+        direct = _direct(extent)
         if name:
-            direct = _direct(extent)
             if direct is None:
                 data = scratch.take("raw", part.count * part.itemsize)
             else:
-                assert direct[0].bytes is not None
-                data = direct[0].bytes[direct[1] : direct[2]]
+                want, first, last = direct
+                assert want.target.bytes is not None
+                data = want.target.bytes[first:last]
             _codec.codec(name).decode(_codec.memory(slot), data, _codec.number_width(part.dtype))
         if self._verify:
             crc = _codec.crc32(data) if crc is None else crc
@@ -280,8 +282,10 @@ class _Run:
                     f"its {part.count * part.itemsize} bytes have the CRC {crc:08x}, but were saved with "
                     f"{chunks.crc[part.row]:08x}"
                 )
+        filled = direct[0] if direct is not None else None
         for want in part.wants:
-            _hand_out(extent, want, data)
+            if want is not filled:
+                _hand_out(extent, want, data)
 
     def _wait(self) -> None:
         """Wait until the copies to other devices that this thread has asked for are done."""
@@ -321,12 +325,12 @@ def _codec_of(part: Part) -> str | None:
     return part.index.codecs[number - 1] if number else None
 
 
-def _direct(extent: Extent) -> tuple[Target, int, int] | None:
-    """Return a target in whose memory all that is read can stand as it is, and the first and last byte there."""
+def _direct(extent: Extent) -> tuple[Want, int, int] | None:
+    """Return who wants all that is read, in memory where it can stand as it is, and the first and last byte there."""
     for want in extent.part.wants:
         if want.at >= 0 and want.start == extent.low and want.stop == extent.high and want.target.memory is not None:
             size = extent.part.itemsize
-            return want.target, want.at * size, (want.at + want.stop - want.start) * size
+            return want, want.at * size, (want.at + want.stop - want.start) * size
     return None
 
 
