@@ -1,10 +1,11 @@
-"""Command line: `python -m vescale_comm plugins` lists the installed plugins."""
+"""Command line: `python -m vescale_comm plugins` and `plan`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
+from ._plan.command import add_plan
 from ._plugins import OFF, PROJECT, PluginError, describe, switched_off
 
 
@@ -23,10 +24,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=f"python -m {PROJECT}", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("plugins", help="list the installed plugins and the hooks that they serve")
-    parser.parse_args(argv)
+    add_plan(commands)
+    args = parser.parse_args(argv)
     try:
-        print(list_plugins())
-    except PluginError as error:
+        print(args.run(args) if "run" in args else list_plugins())
+    except (PluginError, ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0
