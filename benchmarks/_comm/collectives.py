@@ -74,7 +74,7 @@ def _rank(rank: int, world: int, folder: str, rounds: int) -> None:
         for operation in OPERATIONS:
             calls = _contenders(operation, nbytes // 4 // world * world, rank, world)
             turns = rounds if nbytes <= 20 << 20 else -(-rounds // 3)
-            wall[operation, name], cpu[operation, name] = _in_turns(calls, turns)
+            wall[operation, name], cpu[operation, name] = in_turns(calls, turns)
             del calls
     if rank == 0:
         (Path(folder) / "result.pickle").write_bytes(pickle.dumps((wall, cpu)))
@@ -109,7 +109,7 @@ def _contenders(operation: str, numel: int, rank: int, world: int) -> Calls:
     }
 
 
-def _in_turns(calls: Calls, rounds: int) -> tuple[Times, Times]:
+def in_turns(calls: Calls, rounds: int) -> tuple[Times, Times]:
     """Time contenders in random order, each call begun together by all ranks; the slowest rank counts."""
     names = sorted(calls)
     wall: dict[str, list[float]] = {name: [] for name in names}

@@ -1,4 +1,4 @@
-"""Command line: `python -m vescale_comm plugins` and `plan`."""
+"""Command line: `python -m vescale_comm plugins`, `plan` and `predict`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 
 from ._plan.command import add_plan
 from ._plugins import OFF, PROJECT, PluginError, describe, switched_off
+from ._report.command import add_predict
 
 
 def list_plugins() -> str:
@@ -25,6 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("plugins", help="list the installed plugins and the hooks that they serve")
     add_plan(commands)
+    add_predict(commands)
     args = parser.parse_args(argv)
     try:
         print(args.run(args) if "run" in args else list_plugins())

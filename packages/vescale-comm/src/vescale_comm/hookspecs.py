@@ -67,7 +67,8 @@ class CompressorRegistry(Protocol):
 
         Args:
             name: what the user writes to choose it.
-            factory: called once per bucket; returns the compressor of that bucket.
+            factory: called once per bucket with its plan, the dtype and the device of its buffer, and the user's
+                options by name; returns the compressor of that bucket, see `vescale_comm.Compressor`.
         """
 
 

@@ -26,8 +26,9 @@ def missing_like(obj: Any, path: Path, shape: tuple[int, ...], dtype: torch.dtyp
         dtype: dtype in the checkpoint.
 
     Returns:
-        For a state of a torch optimizer that has the shape of its parameter: a tensor like the parameter, with its
-        device and placements. Else None: a plain tensor on the CPU will do.
+        What `allocate_state(path, shape, dtype)` of the object makes, if it has that. For a state of a torch optimizer
+        that has the shape of its parameter: a tensor like the parameter, with its device and placements. Else None: a
+        plain tensor on the CPU will do.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(2, 3))
@@ -37,6 +38,10 @@ def missing_like(obj: Any, path: Path, shape: tuple[int, ...], dtype: torch.dtyp
         >>> missing_like(optimizer, ("state", 0, "step"), (), torch.float32) is None
         True
     """
+    allocate = getattr(obj, "allocate_state", None)
+    if callable(allocate):
+        made: Tensor | None = allocate(path, shape, dtype)
+        return made
     if not isinstance(obj, torch.optim.Optimizer) or len(path) < 3 or path[0] != "state":
         return None
     for number, param in enumerate(_parameters(obj)):

@@ -33,6 +33,9 @@ class Transport(Protocol):
     once, at their owner, in the dtype of the sum. In canonical order a sum is `((x[0] + x[1]) + x[2]) + ...` over the
     ranks of the group, in `accumulate` or else in the buffer's dtype, and is rounded to the buffer's dtype once: the
     same bits however a buffer is cut.
+
+    A transport may also have `all_to_all(source, goal)`, which sends part `i` of one flat buffer to rank `i` and gets
+    part `i` of the other one from it. Compressors use it, and gather everything where there is none.
     """
 
     @property

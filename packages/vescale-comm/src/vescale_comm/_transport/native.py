@@ -79,6 +79,13 @@ class NativeTransport:
         call, flat = broadcast_of(buffer, source, self.size)
         return self._start(call, buffer, partial(self._broadcast, flat, source))
 
+    def all_to_all(self, source: Tensor, goal: Tensor) -> Work:
+        """Send part `i` of a flat buffer to rank `i`; part `i` of another one comes from rank `i`."""
+        call = Call("all_to_all", source.numel(), source.dtype)
+        flat_equal_parts(source, self.size)
+        flat_equal_parts(goal, self.size)
+        return self._start(call, goal, partial(self._swap, source.detach(), goal.detach()))
+
     def close(self) -> None:
         """Hold nothing, so give back nothing."""
 
@@ -126,6 +133,15 @@ class NativeTransport:
         if self.size > 1 and flat.numel():
             work = _all_gather(flat.view(torch.uint8), own.view(torch.uint8), group=group or self._group, async_op=True)
             yield [Message(work, "all_gather_into_tensor")]
+
+    def _swap(self, source: Tensor, goal: Tensor) -> Steps:
+        if self.size == 1:
+            goal.copy_(source)
+        elif source.numel():
+            arriving, flat = goal.view(torch.uint8), source.view(torch.uint8)
+            yield [
+                Message(dist.all_to_all_single(arriving, flat, group=self._group, async_op=True), "all_to_all_single")
+            ]
 
     def _broadcast(self, flat: Tensor, source: int) -> Steps:
         if self.size > 1 and flat.numel():

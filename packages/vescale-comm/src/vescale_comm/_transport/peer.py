@@ -93,6 +93,13 @@ class PeerTransport:
             return self._start(call, self._send_whole(flat, source, tag))
         return self._start(call, self._spread(list(flat.tensor_split(self.size)), source, tag), rounds=True)
 
+    def all_to_all(self, source: Tensor, goal: Tensor) -> Work:
+        """Send part `i` of a flat buffer to rank `i`; part `i` of another one comes from rank `i`."""
+        call = Call("all_to_all", source.numel(), source.dtype)
+        parts, arriving = flat_equal_parts(source, self.size), flat_equal_parts(goal, self.size)
+        arriving[self.rank].copy_(parts[self.rank])
+        return self._start(call, self._swap(parts, arriving, self._tag(call)))
+
     def close(self) -> None:
         """Free the memory for arriving parts."""
         self._rooms.clear()
@@ -154,6 +161,9 @@ class PeerTransport:
 
     def _gather(self, parts: Sequence[Tensor], tag: int) -> Steps:
         yield self._exchange([parts[self.rank]] * self.size, parts, tag)
+
+    def _swap(self, parts: Sequence[Tensor], arriving: Sequence[Tensor], tag: int) -> Steps:
+        yield self._exchange(parts, arriving, tag)
 
     def _send_whole(self, flat: Tensor, source: int, tag: int) -> Steps:
         if not flat.numel():

@@ -1,0 +1,161 @@
+"""Parameter groups as users write them -> parameters with names, group by group."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..errors import CommError
+
+__all__ = ["Group", "Params", "read_group", "read_groups", "refuse_reduced"]
+
+Params = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[Mapping[str, Any]]
+OWN_KEYS = ("params", "param_names", "optimizer", "plan")
+
+
+@dataclass(slots=True)
+class Group:
+    """One group of parameters."""
+
+    names: list[str]
+    """Names of the parameters that are trained."""
+    parameters: list[Tensor]
+    """The parameters themselves."""
+    options: dict[str, Any]
+    """Hyperparameters of the optimizer that the group sets."""
+    optimizer: type[Optimizer] | None = None
+    """The class that updates this group; None: that of the others."""
+    plan: Any = None
+    """How this group is cut; None: as the others."""
+    frozen: dict[str, Tensor] = field(default_factory=dict)
+    """Parameters of the group that need no gradient, by name; they are left alone."""
+
+
+def read_groups(given: Params, model: nn.Module | None) -> list[Group]:
+    """Return the groups that an optimizer is to have.
+
+    Args:
+        given: a module, whose parameters are one group; or what torch's optimizers take.
+        model: where the parameters get their names from, if they come without.
+
+    Raises:
+        ValueError: no parameters, a parameter given twice, or two of one name.
+        TypeError: something that is no parameter.
+    """
+    if isinstance(given, nn.Module):
+        given = list(given.named_parameters())
+    if isinstance(given, Tensor):
+        raise TypeError("params_or_model: got one tensor; pass a list of tensors, or the model.")
+    items: list[Any] = list(given)
+    if not items:
+        raise ValueError("params_or_model: there are no parameters; was a generator used up before?")
+    if not isinstance(items[0], Mapping):
+        items = [{"params": items}]
+    known = _known_names(model)
+    groups = []
+    for number, item in enumerate(items):
+        if not isinstance(item, Mapping):
+            raise TypeError(f"params_or_model: entry {number} is a {type(item).__name__} among groups that are dicts.")
+        groups.append(_read(item, number, known))
+    if not any(group.parameters for group in groups):
+        raise ValueError("params_or_model: none of the parameters requires a gradient.")
+    _check_distinct(groups)
+    return groups
+
+
+def read_group(given: Mapping[str, Any], number: int, model: nn.Module | None, others: Sequence[Group]) -> Group:
+    """Return a group that joins others; parameters that were frozen there and are trained now belong to it alone.
+
+    Raises:
+        ValueError: a parameter or name is among the others already, or none is trained.
+    """
+    group = _read(given, number, _known_names(model))
+    if not group.parameters:
+        raise ValueError(f"param_group {number}: none of its parameters requires a gradient.")
+    joining = set(map(id, group.parameters))
+    for other in others:
+        other.frozen = {name: p for name, p in other.frozen.items() if id(p) not in joining}
+    _check_distinct([*others, group])
+    return group
+
+
+def _known_names(model: nn.Module | None) -> dict[int, str]:
+    return {} if model is None else {id(parameter): name for name, parameter in model.named_parameters()}
+
+
+def _read(given: Mapping[str, Any], number: int, known: Mapping[int, str]) -> Group:
+    if "params" not in given:
+        raise ValueError(f'param_group {number}: has no "params", only {sorted(given)}.')
+    cls = given.get("optimizer")
+    if cls is not None and not (isinstance(cls, type) and issubclass(cls, Optimizer)):
+        raise TypeError(f'param_group {number}: "optimizer" is {cls!r}; pass a subclass of torch.optim.Optimizer.')
+    options = {key: value for key, value in given.items() if key not in OWN_KEYS}
+    group = Group([], [], options, cls, given.get("plan"))
+    for name, parameter in _named(given["params"], number, known):
+        if parameter.requires_grad:
+            group.names.append(name)
+            group.parameters.append(parameter)
+        else:
+            group.frozen[name] = parameter
+    return group
+
+
+def _named(params: Any, number: int, known: Mapping[int, str]) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(params, set):
+        raise TypeError(f"param_group {number}: a set has no order that all ranks share; pass a list.")
+    for place, item in enumerate([params] if isinstance(params, Tensor) else params):
+        name, parameter = item if isinstance(item, tuple) else (None, item)
+        if not isinstance(parameter, Tensor):
+            raise TypeError(f"param_group {number}: entry {place} is a {type(parameter).__name__}, not a tensor.")
+        if not parameter.is_leaf:
+            raise ValueError(f"param_group {number}: entry {place} is the result of an operator, not a parameter.")
+        yield name or known.get(id(parameter)) or f"{number}.{place}", parameter
+
+
+def _check_distinct(groups: Iterable[Group]) -> None:
+    by_name: dict[str, int] = {}
+    by_id: dict[int, str] = {}
+    for group in groups:
+        pairs = [*zip(group.names, group.parameters, strict=True), *group.frozen.items()]
+        for name, parameter in pairs:
+            if id(parameter) in by_id:
+                raise ValueError(f"The parameter {name} is given twice, also as {by_id[id(parameter)]}.")
+            if name in by_name:
+                raise ValueError(f"Two parameters are called {name}: give each a name of its own.")
+            by_id[id(parameter)], by_name[name] = name, 1
+
+
+def refuse_reduced(model: nn.Module | None, groups: Iterable[Group], owners: Mapping[Tensor, Any]) -> None:
+    """Refuse parameters whose gradients something else reduces already.
+
+    Args:
+        model: the model, if it is known.
+        groups: the groups.
+        owners: weak references to the optimizers that hold the gradients of parameters.
+
+    Raises:
+        ValueError: the model is wrapped for data parallelism, or a parameter has such an optimizer or is a shard.
+    """
+    from .._replicate import DistributedDataParallel, replicated
+
+    for module in () if model is None else model.modules():
+        wrapped = isinstance(module, (DistributedDataParallel, nn.parallel.DistributedDataParallel))
+        with contextlib.suppress(CommError):  # which is how it tells that it is not
+            wrapped = wrapped or replicated(module) is not None
+        if wrapped:
+            raise ValueError(
+                f"model: its {type(module).__name__} reduces gradients already. A sharded optimizer does that itself: "
+                f"pass the plain module."
+            )
+    for group in groups:
+        for name, parameter in zip(group.names, group.parameters, strict=True):
+            if hasattr(parameter, "vescale"):
+                raise ValueError(f"{name}: is a shard of fully_shard already; use an optimizer of torch for it.")
+            reference = owners.get(parameter)
+            if reference is not None and reference() is not None:
+                raise ValueError(f"{name}: another DistributedOptimizer has it already; close() that one first.")

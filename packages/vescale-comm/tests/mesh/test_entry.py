@@ -1,0 +1,34 @@
+"""What is measured along a mesh is the same on all of its ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from vescale_comm._mesh import calibrate, entry
+from vescale_comm._transport import Cost
+from vescale_testing import cached_mesh
+
+
+@pytest.mark.ranks(4)
+def test_the_slowest_ranks_of_the_whole_mesh_count(rank, monkeypatch):
+    def measure(transport, device, *, seconds):
+        assert seconds == 0.5
+        one = transport.size
+        return {
+            "reduce_scatter": Cost(one + rank, 3.0 - rank),
+            "all_gather": Cost(one, 2e-9),
+            "all_reduce": Cost(0.0, rank * 0.125),
+        }
+
+    monkeypatch.setattr(entry, "measure", measure)
+    mesh = cached_mesh(1, 2, 2, names=("pod", "dp", "tp"))
+    costs = calibrate(mesh, together=[("dp", "tp"), ("pod", "dp")], transport="p2p", seconds=0.5)
+    assert {key: cost.ranks for key, cost in costs.axes.items()} == {("dp",): 2, ("tp",): 2, ("dp", "tp"): 4}
+    for cost in costs.axes.values():
+        assert cost.algorithm == "direct"
+        assert cost.operations == {
+            "reduce_scatter": (cost.ranks + 3, 3.0),
+            "all_gather": (cost.ranks, 2e-9),
+            "all_reduce": (0.0, 0.375),
+        }
+    assert set(calibrate(mesh, ["tp", "pod"], transport="p2p", seconds=0.5).axes) == {("tp",)}
