@@ -13,10 +13,11 @@ from pathlib import Path
 
 import torch
 from _pipe import planning
+from _pipe.makespan import makespan
 from _pipe.runtime import runtime
 from _timing import Report, parser
 
-PARTS = ("bubbles", "simulator", "spans", "split", "runtime")
+PARTS = ("bubbles", "simulator", "spans", "split", "makespan", "runtime")
 
 
 def main() -> None:
@@ -40,6 +41,9 @@ def main() -> None:
             planning.spans(report)
         elif part == "split":
             planning.split_backward(report, args.rounds)
+        elif part == "makespan":
+            with tempfile.TemporaryDirectory(prefix="bench-pipe-") as folder:
+                makespan(report, min(args.rounds, 3), Path(folder))
         else:
             with tempfile.TemporaryDirectory(prefix="bench-pipe-") as folder:
                 runtime(report, args.rounds, args.ranks, Path(folder))

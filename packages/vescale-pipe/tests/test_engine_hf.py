@@ -52,7 +52,7 @@ def t5() -> tuple[nn.Module, list[str]]:
     return transformers.T5ForConditionalGeneration(config), ["encoder.block.1", "decoder.block.0", "decoder.block.1"]
 
 
-@pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 4), ("zb_h1", 4), ("zb_v", 2)])
+@pytest.mark.parametrize(("schedule", "ranks"), [("zb_v", 2)])  # engine/test_matrix.py has all, of smaller models
 @pytest.mark.parametrize("make", [gpt2, llama, mixtral, t5])
 def test_models_train_as_on_one_device(make: Any, schedule: str, ranks: int) -> None:
     torch.manual_seed(0)
@@ -71,8 +71,35 @@ def test_models_train_as_on_one_device(make: Any, schedule: str, ranks: int) -> 
             part.backward()
             total = total + part.detach()
         assert torch.equal(loss, total)
+        assert torch.equal(result.loss, total)
         assert result.logits.shape == (4, length, 64)
         for (name, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
             assert (mine.grad is None) == (theirs.grad is None), name
             if mine.grad is not None:
                 assert torch.equal(mine.grad, theirs.grad), name
+
+
+@pytest.mark.parametrize("make", [gpt2, llama, mixtral, t5])
+def test_padded_batches_of_which_some_micro_batches_have_no_padding(make: Any) -> None:
+    """transformers leaves the mask out where nothing is masked: micro-batches of one step then differ."""
+    torch.manual_seed(0)
+    model, at = make()
+    reference = copy.deepcopy(model)
+    engine = PipeEngine(model, None, PipePlan(num_microbatches=3, at=at), act_out=4)
+    for short in ([2], [], [0, 2], [0, 1, 2, 3, 4, 5], [1, 3]):
+        ids = torch.randint(1, 64, (6, 7))
+        mask = torch.ones_like(ids)
+        mask[short, 5:] = 0
+        labels = ids.masked_fill(mask == 0, -100)
+        loss, result = engine(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False)
+        total = torch.zeros(())
+        pieces = zip(ids.tensor_split(3), mask.tensor_split(3), labels.tensor_split(3), strict=True)
+        for piece, some, wanted in pieces:
+            part = reference(input_ids=piece, attention_mask=some, labels=wanted, use_cache=False).loss * (2 / 6)
+            part.backward()
+            total = total + part.detach()
+        assert torch.equal(loss, total)
+        assert torch.equal(result.loss, total)
+        for (name, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+            assert (mine.grad is None) == (theirs.grad is None), name
+            assert mine.grad is None or torch.equal(mine.grad, theirs.grad), name

@@ -261,9 +261,10 @@ def test_a_model_that_returns_its_own_loss(form: str) -> None:
 
     assert torch.equal(loss, plain(lambda a: own(theirs[1](theirs[0](a))), 7, 3, (x,), None, lambda out: out))
     check(stages, theirs)
-    assert own(outputs).shape == (3,)
-    evaluated, _ = engine.eval_step(x)
+    assert torch.equal(own(outputs), loss)  # that of the batch, as the model would give it
+    evaluated, outputs = engine.eval_step(x)
     assert torch.equal(evaluated, loss)
+    assert torch.equal(own(outputs), loss)
 
 
 def test_losses_weighted_by_tokens_equal_the_whole_batch() -> None:
@@ -432,3 +433,55 @@ def test_a_stage_that_returns_no_tuple_is_told() -> None:
     engine = PipeEngine(StageGraph((stage,), ()), None, PipePlan(num_microbatches=1), mse)
     with pytest.raises(PipeError, match="stage 0: its module returned a Tensor; it must return a tuple"):
         engine(torch.ones(2, 2), target=torch.ones(2, 2))
+
+
+def test_the_loss_in_the_outputs_is_the_models_own_and_weighted() -> None:
+    """Without what stages in the middle add; and where loss_fn takes it out of the outputs, as with its own weights."""
+
+    def adding(lin: nn.Module, x: Tensor) -> Tensor:
+        add_loss(x.square().mean())
+        return lin(x)
+
+    def last(lin: nn.Module, x: Tensor) -> dict[str, Tensor]:
+        out = lin(x)
+        return {"loss": out.square().mean(), "other": out.mean(), "out": out}
+
+    x = torch.randn(7, 4)
+    rows = (3, 2, 2)
+    stages: list[nn.Module] = [Call(adding), Call(last)]
+    own = sum(last(stages[1].lin, stages[0].lin(a))["loss"] * (n / 7) for a, n in zip(x.split(rows), rows, strict=True))
+    engine = made(stages, loss_fn=None, added_losses=True)
+    loss, outputs = engine(x)
+    assert torch.equal(outputs["loss"], own.detach())
+    assert loss > outputs["loss"]
+    assert outputs["other"].shape == (3,)
+    picked = made([Call(lambda lin, x: lin(x)), Call(last)], loss_fn=lambda out: out["loss"], loss=lambda target: 1)
+    loss, outputs = picked(x)
+    assert torch.equal(outputs["loss"], loss)
+    without = made([Call(lambda lin, x: lin(x)), Call(last)], loss_fn=lambda out, y: mse(out["out"], y))
+    _, outputs = without(x, target=x)
+    assert outputs["loss"].shape == (3,)
+
+
+def test_a_missing_target_and_one_too_many_are_told_before_anything_runs() -> None:
+    calls: list[int] = []
+
+    def watched(lin: nn.Module, x: Tensor) -> Tensor:
+        calls.append(1)
+        return lin(x)
+
+    x = torch.randn(7, 4)
+    for loss_fn in (mse, nn.MSELoss(), lambda out, target, *, weight=1: (out - target).mean()):
+        engine = made([Call(watched), Call(lambda lin, x: lin(x))], loss_fn=loss_fn)
+        with pytest.raises(PipeError, match=r"loss_fn \S+ takes outputs and a target, and the call has no target="):
+            engine(x)
+    engine = made([Call(watched), Call(lambda lin, x: lin(x))], loss_fn=lambda out: out.mean())
+    with pytest.raises(PipeError, match=r"loss_fn <lambda> takes the outputs only, and the call has target="):
+        engine(x, target=x)
+    engine = PipeEngine(nn.Linear(4, 4), None, PipePlan(num_microbatches=2), mse)
+    with pytest.raises(PipeError, match="mse_loss takes outputs and a target"):
+        engine(x)
+    assert not calls
+    assert engine.eval_step(x)[0] is None
+    # Losses that do not say what they take, and those that take either, are called.
+    assert made([Call(lambda lin, x: lin(x))], loss_fn=lambda out, target=None: out.mean())(x)[0] is not None

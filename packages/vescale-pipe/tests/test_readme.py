@@ -13,9 +13,9 @@ HOME = Path(__file__).parents[1]
 TEXT = (HOME / "README.md").read_text()
 
 
-def run_block():
+def run_block(number=0):
     names = {}
-    exec(compile(re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)[0], str(HOME / "README.md"), "exec"), names)
+    exec(compile(re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)[number], str(HOME / "README.md"), "exec"), names)
     return names
 
 
@@ -38,6 +38,13 @@ def plain_losses():
 
 def test_in_one_process():
     assert torch.allclose(run_block()["loss"], plain_losses(), rtol=1e-6)
+
+
+def test_dropout_is_that_of_one_process():
+    names = run_block(1)
+    assert torch.equal(names["loss"], names["plain"])  # as the block says itself
+    again, _ = names["engine"](names["batch"], target=names["batch"])
+    assert not torch.equal(again, names["loss"])
 
 
 @pytest.mark.ranks(4)

@@ -75,8 +75,14 @@ def _hypothesis() -> None:
 
 
 def _vescale() -> None:
-    if importlib.util.find_spec("vescale_dtensor") is not None:
-        importlib.import_module("vescale_dtensor")
+    """Import what a rank would import at its first use of a package: all of it, and the plugins of the others."""
+    for name in ("dtensor", "rng", "comm", "pipe", "ckpt"):
+        if importlib.util.find_spec(f"vescale_{name}") is None:
+            continue
+        module = importlib.import_module(f"vescale_{name}")
+        for public in getattr(module, "__all__", ()):
+            getattr(module, public)
+        importlib.import_module(f"vescale_{name}._plugin")
 
 
 def _single_thread() -> None:

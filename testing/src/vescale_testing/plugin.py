@@ -5,6 +5,7 @@ Load it from the top-level conftest.py with `pytest_plugins = ["vescale_testing.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -42,7 +43,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Warm the fork server up while the first tests run."""
+    """Warm the fork server up while the first tests run, and spare collections of garbage what is here to stay."""
+    gc.collect()
+    gc.freeze()
     if not session.config.option.collectonly and any(item.get_closest_marker("ranks") for item in session.items):
         ranks.start()
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ._draw import Bar, render
     from ._engine import PipeEngine
     from ._plan import PipePlan
+    from ._runtime.draws import microbatch_seed
     from ._runtime.losses import add_loss
     from ._schedule import (
         Action,
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
         to_json,
         validate,
     )
-    from ._schedules import build_schedule, schedule_names
+    from ._schedules import build_schedule, costs_per_stage, schedule_names
     from ._schedules.forward_only import forward_only
     from ._schedules.optimize import optimize
     from ._simulate import Costs, Simulation, simulate
@@ -55,11 +56,13 @@ __all__ = [
     "__version__",
     "add_loss",
     "build_schedule",
+    "costs_per_stage",
     "forward_only",
     "from_csv",
     "from_json",
     "lower",
     "manual",
+    "microbatch_seed",
     "optimize",
     "parse_action",
     "problems",
@@ -78,12 +81,13 @@ _HOMES = {
     "_draw": ("Bar", "render"),
     "_engine": ("PipeEngine",),
     "_plan": ("PipePlan",),
+    "_runtime.draws": ("microbatch_seed",),
     "_runtime.losses": ("add_loss",),
     "_schedule": (
         *("Action", "Kind", "Problem", "Schedule", "from_csv", "from_json", "lower", "parse_action", "problems"),
         *("recheck", "to_csv", "to_json", "validate"),
     ),
-    "_schedules": ("build_schedule", "forward_only", "optimize", "schedule_names"),
+    "_schedules": ("build_schedule", "costs_per_stage", "forward_only", "optimize", "schedule_names"),
     "_simulate": ("Costs", "Simulation", "simulate"),
     "_split": ("Port", "Stage", "StageGraph", "manual", "split"),
 }

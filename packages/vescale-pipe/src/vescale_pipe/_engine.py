@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import inspect
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,17 +14,19 @@ from torch.distributed import get_process_group_ranks
 from ._plan import PipePlan
 from ._runtime.agreement import agree, facts
 from ._runtime.batch import Batch
+from ._runtime.choose import Schedules
+from ._runtime.clip import NormOf, counted, scale_to, total_norm
+from ._runtime.draws import microbatch_seed
 from ._runtime.form import Form
+from ._runtime.forms import Forms
 from ._runtime.losses import LossRule
 from ._runtime.mesh import pipeline_group, wrapped
-from ._runtime.order import fit, one_device
 from ._runtime.rank import Record, run_together
 from ._runtime.wiring import GraphLike
-from ._schedule import Rule, Schedule, problems
 from ._timeline.recorder import recorder
 from ._timeline.transport import RecordedTransport
 from ._transport import LocalHub, Transport, open_transport
-from .errors import PipeError
+from .errors import PipeError, SplitError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -32,7 +34,9 @@ if TYPE_CHECKING:
 
 __all__ = ["PipeEngine"]
 
-log = logging.getLogger("vescale_pipe")
+EXAMPLE = 'PipePlan(schedule="1f1b", num_microbatches=8)'
+LONGEST = 300
+"""Characters of an error in the first line that other ranks show."""
 
 
 class PipeEngine:
@@ -41,8 +45,8 @@ class PipeEngine:
     Every rank makes the engine alike and calls it with the same arguments; with stages made by hand, ranks whose
     stages take none of them may pass None. Gradients, losses and, after equal optimizer steps, parameters are bitwise
     those of one process that does `for m: (loss_m * weight_m).backward()`, where the kernels of torch are
-    deterministic and draw no random numbers (each rank has a generator of its own), and the schedule ends
-    micro-batches in their order (all that have a name do).
+    deterministic and draw no random numbers (or the plan has a seed), and the schedule ends micro-batches in their
+    order (all that have a name do).
 
     Args:
         model: a model in stages (`split`, `manual`), or a model, which is cut at the first call or by `example`.
@@ -63,6 +67,7 @@ class PipeEngine:
     Example:
         >>> import torch
         >>> from torch import nn
+        >>> from vescale_pipe import PipeEngine, PipePlan
         >>> net = nn.Linear(2, 1)
         >>> engine = PipeEngine(net, None, PipePlan(num_microbatches=2), nn.functional.mse_loss)
         >>> loss, outputs = engine(torch.ones(4, 2), target=torch.zeros(4, 1))
@@ -83,12 +88,15 @@ class PipeEngine:
         transport: Transport | None = None,
         device: torch.device | str | None = None,
     ) -> None:
+        if not isinstance(plan, PipePlan):
+            raise PipeError(f"plan: a {type(plan).__name__} given; it must be a PipePlan, such as {EXAMPLE}.")
         self.plan = plan
         self.record: Record | None = None
         """Told about each computation: kind, stage, micro-batch, start, end; None: the timeline, while it records."""
+        self.steps = 0
+        """Training steps that were done; a script that goes on from a checkpoint sets it, if the plan has a seed."""
         self._model = model
         self._mesh = mesh
-        self._loss_everywhere = loss_everywhere
         self._rule = LossRule(loss_fn, plan.loss)
         self._device = None if device is None else torch.device(device)
         self._hub = LocalHub(act_out or 1, plan.timeout)
@@ -101,38 +109,46 @@ class PipeEngine:
         else:
             self._transports = [self._hub.transport(rank) for rank in range(act_out or 1)]
         self._alone = mesh is None and transport is None
-        self._one_device = self._alone and act_out is None
         self._graph: GraphLike | None = None
         self._placement: tuple[int, ...] = ()
-        self._forms: dict[int, Form] = {}
-        self._kept: list[GraphLike] = []
         self._modules: dict[tuple[int, int], Callable[..., Any]] = {}
-        self._told = False
-        if _in_stages(model):
-            self._build(model)
-        elif example is not None:
-            self._cut(*example)
+        self._parameters = _parameters_of(model)
+        # In one process all stages have one object, to which autograd adds.
+        tied = "none" if self._alone and plan.tied == "fast" else plan.tied
+        try:
+            self._schedules = Schedules(plan, self.num_ranks, self._alone and act_out is None)
+            self._forms = Forms(self._transports, self._rule, plan, loss_everywhere, self._schedules, tied)
+            if _in_stages(model):
+                self._build(model)
+            elif isinstance(model, Sequence | nn.ModuleList) and not isinstance(model, str):
+                from ._split import manual
+
+                self._build(manual(list(model)))
+            elif not isinstance(model, nn.Module):
+                raise PipeError(
+                    f"model: a {type(model).__name__} given; it must be a model (nn.Module), a list of stages, or what "
+                    "split or manual returned."
+                )
+            elif example is not None:
+                self._cut(*example)
+        except BaseException as error:
+            self._fail(None, error, "the making of the engine")
+            raise
 
     # -- building
 
     def _cut(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Cut the model by a call."""
-        if isinstance(self._model, Sequence | nn.ModuleList):
-            from ._split import manual
-
-            self._build(manual(list(self._model)))
-            return
         from ._split import split
 
         plan = self.plan
-        at = plan.at
-        count = None
+        at, count = plan.at, None
         if at is None:
-            count = 1 if self._one_device else self._schedule(plan.num_microbatches, None).num_stages
+            count = self._schedules.num_stages()
             if count == 1:
                 at, count = (), None
-        self._build(
-            split(
+        try:
+            graph = split(
                 self._model,
                 at=at,
                 num_stages=count,
@@ -141,47 +157,17 @@ class PipeEngine:
                 units=plan.units,
                 costs=plan.costs,
             )
-        )
-
-    def _schedule(self, microbatches: int, num_stages: int | None) -> Schedule:
-        """Return the schedule for some micro-batches."""
-        plan = self.plan
-        if self._one_device:
-            assert num_stages is not None
-            return one_device(num_stages, microbatches)
-        if isinstance(plan.schedule, Schedule):
-            self._tell_of_order(plan.schedule)
-            if plan.schedule.num_microbatches != microbatches:
-                raise PipeError(
-                    f"schedule {plan.schedule.name!r} is for {plan.schedule.num_microbatches} micro-batches, not "
-                    f"{microbatches}; name a schedule to run with other numbers."
-                )
-            return plan.schedule
-        from ._schedules import build_schedule
-
-        chunks = plan.chunks
-        if chunks is None and num_stages is not None and num_stages > self.num_ranks:
-            chunks = num_stages // self.num_ranks
-        return build_schedule(plan.schedule, self.num_ranks, microbatches, chunks=chunks)
-
-    def _tell_of_order(self, schedule: Schedule) -> None:
-        """Warn, once, of a schedule of the user's in which gradients are not added in the order of micro-batches."""
-        if self._told:
-            return
-        self._told = True
-        found = [one for one in problems(schedule, canonical=True) if one.rule == Rule.CANONICAL]
-        if found:
-            log.warning(
-                "schedule %r adds gradients in another order than a loop over micro-batches would, so their last bits "
-                "may differ from it: rank %d, %s.",
-                schedule.name,
-                found[0].rank,
-                found[0].action,
-            )
+        except SplitError as error:
+            if plan.num_stages is not None or not str(error).startswith("num_stages="):
+                raise
+            name = getattr(plan.schedule, "name", plan.schedule)
+            text = f"{error} (Schedule {name!r} on {self.num_ranks} ranks has {count} stages.)"
+            raise SplitError(text) from error
+        self._build(graph)
 
     def _build(self, graph: Any) -> None:
         """Take a model in stages."""
-        schedule = self._schedule(self.plan.num_microbatches, len(graph.stages))
+        schedule = self._schedules(self.plan.num_microbatches, len(graph.stages))
         if schedule.num_ranks != self.num_ranks:
             raise PipeError(
                 f"schedule {schedule.name!r} is for {schedule.num_ranks} ranks; the pipeline has {self.num_ranks}."
@@ -191,7 +177,7 @@ class PipeEngine:
         if self._device is not None:
             for number in self.stages:
                 graph.stages[number].module.to(self._device)
-        form = self._form_of(graph)
+        form, _ = self._forms.of([graph])
         if not self._alone:
             agree(self._transports[0], facts(self.plan, schedule, form.wiring, graph))
             if self.plan.release:
@@ -204,31 +190,6 @@ class PipeEngine:
             found = wrapped(graph.stages[number].module, self._mesh, self.plan.mesh_dim)
             self._modules[id(graph), number] = found
         return found
-
-    def _form_of(self, graph: GraphLike) -> Form:
-        """Return what runs a graph: graphs of other shapes mostly have the same messages, and share it."""
-        form = self._forms.get(id(graph))
-        if form is None:
-            plan = self.plan
-            schedule, wiring = fit(self._schedule(plan.num_microbatches, len(graph.stages)), graph)
-            form = next((one for one in self._forms.values() if one.wiring == wiring), None)
-            if form is None:
-                # In one process all stages have one object, to which autograd adds.
-                tied = "none" if self._alone and plan.tied == "fast" else plan.tied
-                form = Form(
-                    schedule,
-                    wiring,
-                    graph,
-                    self._transports,
-                    self._rule,
-                    plan,
-                    self._loss_everywhere,
-                    self._schedule,
-                    tied,
-                )
-            self._forms[id(graph)] = form
-            self._kept.append(graph)
-        return form
 
     def _graphs(self, batch: Batch) -> list[Any]:
         """Return the graph of each micro-batch."""
@@ -252,7 +213,8 @@ class PipeEngine:
         Args:
             args: positional arguments of the model, of the whole batch.
             target: second argument of the loss, of the whole batch.
-            batch_size: rows of the batch; by default dim 0 of the first tensor. Tensors of so many rows are cut.
+            batch_size: rows of the batch; by default dim 0 of the first tensor. Tensors of so many rows are cut, unless
+                the plan names them as whole.
             grad_scale: factor of all gradients, not of the loss that is returned: `scaler.get_scale()`.
             kwargs: keyword arguments of the model.
 
@@ -310,7 +272,9 @@ class PipeEngine:
     ) -> tuple[Tensor | None, Any]:
         form: Form | None = None
         try:
-            batch = Batch(args, kwargs, target, count, size)
+            if loss and self._parameters is not None:
+                self._rule.check(target is not None)
+            batch = Batch(args, kwargs, target, count, size, self.plan.whole, self._parameters or ())
             record = self.record
             if recorder.ring is not None:
                 recorder.step += 1
@@ -318,30 +282,45 @@ class PipeEngine:
             if self._graph is None:
                 self._cut(*batch.microbatch(0))
             graphs = self._graphs(batch)
-            forms = {id(one): one for one in map(self._form_of, graphs)}
-            form = next(iter(forms.values()))
-            if len(forms) > 1:
-                raise PipeError(
-                    "micro-batches of one step send different values between stages, for the model does not do the "
-                    "same for all of them: some models drop an attention mask where nothing is masked. Use "
-                    "micro-batches of one kind, cut the model elsewhere, or, in transformers, set "
-                    'attn_implementation="eager".'
-                )
+            form, wirings = self._forms.of(graphs)
+            seed = self.plan.seed
+            seeds = None if seed is None else [microbatch_seed(seed, self.steps, m) for m in range(count)]
             keep = self.plan.keep_outputs or not training
             for rank, calls in zip(form.ranks, form.calls(training, count), strict=True):
-                rank.begin(calls, batch, graphs, self._module, target, keep=keep, loss=loss, scale=scale)
+                rank.begin(
+                    calls,
+                    batch,
+                    graphs,
+                    wirings,
+                    self._module,
+                    target,
+                    keep=keep,
+                    loss=loss,
+                    scale=scale,
+                    seeds=seeds,
+                )
             if len(form.ranks) == 1:
                 form.ranks[0].run(record)
             else:
                 run_together(form.ranks, record)
-            return form.finish(batch, graphs)
-        except BaseException:
-            self._fail(form)
+            if training:
+                self._finish_gradients()
+            result = form.finish(batch, graphs)
+            self.steps += training
+            return result
+        except BaseException as error:
+            self._fail(form, error, "the start of a step")
             raise
 
-    def _fail(self, form: Form | None) -> None:
+    def _finish_gradients(self) -> None:
+        """Tell the wrappers of stages that the micro-batches of a step are over, if they want to know."""
+        for module in self._modules.values():
+            finish = getattr(module, "finish_grad_sync", None)
+            if finish is not None:
+                finish()
+
+    def _fail(self, form: Form | None, error: BaseException, where: str) -> None:
         """End all ranks, with what happened here."""
-        where = "the start of a step"
         if form is not None:
             where = form.ranks[0].where()
             for rank in form.ranks:
@@ -349,7 +328,9 @@ class PipeEngine:
         if self._alone:
             self._hub.reset()
             return
-        self._transports[0].abort(f"rank {self._transports[0].rank} at {where}:\n{traceback.format_exc()}")
+        summary = traceback.format_exception_only(error)[-1].strip().partition("\n")[0]
+        text = f"at {where}: {summary if len(summary) <= LONGEST else summary[:LONGEST] + '...'}"
+        self._transports[0].abort(f"{text}\n{''.join(traceback.format_exception(error))}")
 
     def close(self) -> None:
         """End the channels to other ranks, when no step runs."""
@@ -416,10 +397,77 @@ class PipeEngine:
         """Set this rank's stages to evaluation."""
         return self.train(False)
 
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        error_if_nonfinite: bool = False,
+        norm_of: NormOf | None = None,
+    ) -> Tensor:
+        """Scale all gradients of the pipeline so that their norm is at most `max_norm`; all ranks call it.
+
+        It is what `torch.nn.utils.clip_grad_norm_` does on one device, bit for bit: parameters of all stages count,
+        tied ones once.
+
+        Args:
+            max_norm: largest norm.
+            norm_type: p of the p-norm; `inf` is allowed.
+            error_if_nonfinite: whether a norm that is infinite or nan is an error.
+            norm_of: for gradients that are cut over other dimensions of the mesh: gets a name and a parameter, returns
+                the norm of its whole gradient. None: the norm of what is here; DTensors are whole without it.
+
+        Returns:
+            The norm of all gradients before, on all ranks.
+
+        Raises:
+            PipeError: the norm is not finite, and that is an error.
+            RankError: another rank failed.
+
+        Example:
+            >>> import torch
+            >>> from torch import nn
+            >>> from vescale_pipe import PipeEngine, PipePlan
+            >>> engine = PipeEngine([nn.Linear(1, 1, bias=False)], None, PipePlan(num_microbatches=1))
+            >>> next(engine.parameters()).grad = torch.tensor([[4.0]])
+            >>> engine.clip_grad_norm_(1.0), next(engine.parameters()).grad
+            (tensor(4.), tensor([[1.0000]]))
+        """
+        graph = self._made()
+        mine = {transport.rank for transport in self._transports}
+        try:
+            some = counted(graph, self._placement, mine)
+            transport = self._transports[0] if len(mine) < self.num_ranks else None
+            total = total_norm(some, transport, float(norm_type), norm_of)
+        except BaseException as error:
+            self._fail(None, error, "clip_grad_norm_")
+            raise
+        if error_if_nonfinite and not bool(total.isfinite()):
+            raise PipeError(
+                f"clip_grad_norm_: the norm of all gradients is {float(total)}: a loss or a gradient overflowed. Lower "
+                "the learning rate or the scale of the loss, or skip this step."
+            )
+        scale_to(self.parameters(), total, float(max_norm))
+        return total
+
     def zero_grad(self) -> None:
         """Drop the gradients of this rank's parameters."""
         for parameter in self.parameters():
             parameter.grad = None
+
+
+def _parameters_of(model: Any) -> tuple[str, ...] | None:
+    """Return the names of the arguments of a model; None for stages by hand, whose ranks may get others."""
+    if isinstance(model, nn.ModuleList) or not isinstance(model, nn.Module):
+        model = getattr(model, "model", None)
+    if not isinstance(model, nn.Module):
+        return None
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    try:
+        found = inspect.signature(model.forward).parameters
+    except (TypeError, ValueError):  # compiled code does not say
+        return ()
+    return tuple(name for name, one in found.items() if one.kind not in kinds)
 
 
 def _in_stages(model: Any) -> bool:

@@ -22,4 +22,14 @@ class TransportError(PipeError):
 
 
 class RankError(PipeError):
-    """Another rank failed; the message names it and holds its traceback."""
+    """Another rank failed; the first line says which, where and why, the rest is its traceback.
+
+    Args:
+        message: of the error.
+        rank: that failed, as the pipeline counts.
+    """
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+        """That failed, as the pipeline counts."""

@@ -105,7 +105,7 @@ def test_few_messages_are_in_flight(monkeypatch: pytest.MonkeyPatch, schedule: s
 
 def test_the_list_follows_the_schedule_with_messages_where_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, _ = acted(monkeypatch, "1f1b", 2, 2)
-    form = next(iter(engine._forms.values()))
+    form = next(iter(engine._forms.made.values()))
     first, last = form.calls(True, 2)
     names = [" ".join(one.name.replace(" ", "-") for one in calls.calls) for calls in (first, last)]
     assert names[0] == "0F0 0SEND_F0>1 0F1 0SEND_F1>1 0RECV_B0<1 0B0 0RECV_B1<1 0B1 the-end-of-sends"

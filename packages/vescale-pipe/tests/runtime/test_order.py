@@ -64,18 +64,20 @@ def test_stages_side_by_side_may_run_in_any_order() -> None:
     numbers = [0, 2, 1, 3]
     actions = [Action(F, stage, 0) for stage in numbers] + [Action(B, stage, 0) for stage in reversed(numbers)]
     schedule = Schedule.of("sideways", [0, 0, 0, 0], 1, [actions])
-    _, wiring = fit(schedule, branches())
+    _, (wiring,) = fit(schedule, [branches()])
     assert not wiring.relayed
     assert (1, 2) not in wiring.edges
     assert not problems(schedule, edges=wiring.edges, grad_edges=wiring.grad_edges)
-    _, wiring = fit(one_device(4, 1), branches())
+    _, (wiring,) = fit(one_device(4, 1), [branches()])
     assert wiring.relayed
     assert (1, 2) in wiring.edges
 
 
 def test_stages_must_be_as_many() -> None:
-    with pytest.raises(ScheduleError, match="'one device' has 3 stages and the model 4"):
-        fit(one_device(3, 1), branches())
+    with pytest.raises(
+        ScheduleError, match="'one device' has 3 stages, 3 on each of 1 rank, and the model 4: cut the model into 3"
+    ):
+        fit(one_device(3, 1), [branches()])
 
 
 def test_gradients_of_stages_side_by_side_are_added_latest_first() -> None:

@@ -168,8 +168,8 @@ def test_overlap_is_used():
 
 
 def test_chunks_that_pay_are_taken():
-    assert optimize(Costs(), 3, 5, chunks=[1, 2]).num_stages == 6
-    assert optimize(Costs(latency=5.0), 3, 5, chunks=[1, 2]).num_stages == 3
+    assert optimize(Costs(), 2, 4, chunks=[1, 2]).num_stages == 4
+    assert optimize(Costs(latency=5.0), 2, 4, chunks=[1, 2]).num_stages == 2
 
 
 def test_chunks_that_do_not_divide_the_pieces_are_left_out():
@@ -189,7 +189,7 @@ def test_too_little_memory_says_how_much_is_needed():
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_memory_for_one_micro_batch_is_enough(oracle, ranks):
     for chunks in (1, 2):
-        found = optimize(Costs(), ranks, 4, chunks=[chunks], memory=1)
+        found = optimize(Costs(), ranks, 4 if chunks == 1 else 2, chunks=[chunks], memory=1)
         assert oracle(found).peak == [chunks] * ranks
 
 
@@ -205,3 +205,24 @@ def test_it_has_a_name_among_the_schedules():
     found = build_schedule("optimized", 2, 4, chunks=1, costs=costs)
     assert found == optimize(costs, 2, 4, chunks=[1])
     assert build_schedule("optimized", 2, 4) == optimize(Costs(), 2, 4)
+
+
+def test_one_number_of_chunks_may_be_given_by_itself():
+    assert optimize(Costs(), 2, 3, chunks=1) == optimize(Costs(), 2, 3, chunks=[1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "text"),
+    [
+        ((2, 4, Costs()), {}, r"costs must be a Costs, and 2 was given; the order is optimize\(costs, num_ranks, num"),
+        ((Costs(), 0, 4), {}, "num_ranks = 0; it must be a whole number from 1"),
+        ((Costs(), 2, 4.0), {}, "num_microbatches = 4.0; it must be a whole number from 1"),
+        ((Costs(), 2, 4), {"chunks": 0}, "chunks = 0; it must be a whole number from 1, or some of them"),
+        ((Costs(), 2, 4), {"chunks": []}, r"chunks = \[\]"),
+        ((Costs(), 2, 4), {"chunks": "2"}, "chunks = '2'"),
+        ((Costs(), 2, 4), {"memory": -1}, "memory = -1; it must be a number above 0"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_told(arguments, options, text):
+    with pytest.raises(ScheduleError, match=text):
+        optimize(*arguments, **options)

@@ -54,6 +54,12 @@ def test_all_that_the_readme_promises_is_there():
 def test_an_unknown_name_lists_the_known():
     with pytest.raises(ScheduleError, match=r"'2f2b' is not known. There are: 1f1b, .*zb_v"):
         build_schedule("2f2b", 2, 2)
+    with pytest.raises(ScheduleError, match=r"'Interleaved-1F1B' is not known. Did you mean 'interleaved_1f1b'"):
+        build_schedule("Interleaved-1F1B", 2, 2)
+    with pytest.raises(
+        ScheduleError, match=r"the name of a schedule comes first, 2 given: build_schedule\(name, num_ra"
+    ):
+        build_schedule(2, 4, "1f1b")
 
 
 @pytest.mark.parametrize(
@@ -64,6 +70,7 @@ def test_an_unknown_name_lists_the_known():
         (2, -3, None, "num_microbatches = -3; it"),
         (2, 2.0, None, "num_microbatches = 2.0; it"),
         (True, 2, None, "num_ranks = True; it"),
+        (None, 2, None, "num_ranks = None; it"),
         (2, 2, 0, "chunks = 0; it"),
     ],
 )

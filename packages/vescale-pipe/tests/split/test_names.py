@@ -38,7 +38,7 @@ class Outer(nn.Module):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"at": ["encoder.layer.3"]}, r"at: Outer has no module 'encoder.layer.3'. Nearest names: 'encoder.layers"),
+        ({"at": ["encoder.layer.3"]}, r"at='encoder.layer.3': Outer has no such module. Nearest modules: 'encoder.l"),
         ({"at": ["encoder.unused"]}, r"at='encoder.unused': this module is not called in the forward"),
         ({"at": ["encoder"]}, r"at='encoder': nothing happens between the beginning of the model and this module"),
         ({"at": ["encoder.layers.0"]}, r"at='encoder.layers.0': stage 0 would be empty"),
@@ -47,9 +47,9 @@ class Outer(nn.Module):
             {"at": ["encoder.layers.2"], "units": [Inner]},
             r"at='encoder.layers.2': it lies inside 'encoder', which `units`",
         ),
-        ({"at": ["head"], "units": ["hed"]}, r"units: Outer has no module 'hed'. Nearest names: 'head'"),
+        ({"at": ["head"], "units": ["hed"]}, r"units='hed': Outer has no such module. Nearest modules: 'head'"),
         ({"at": ["head"], "units": [nn.Conv2d]}, r"units: Outer holds no module of class Conv2d"),
-        ({"num_stages": 9}, r"num_stages=9: the model has only 5 modules to divide \(encoder.layers.0, "),
+        ({"num_stages": 9}, r"num_stages=9: Outer has only 5 modules to divide \(encoder.layers.0, "),
         ({"num_stages": 0}, r"num_stages is 0"),
         ({"num_stages": 2, "at": ["head"]}, r"either at=.* or num_stages="),
         ({}, r"either at=.* or num_stages="),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .._schedule import Kind, Schedule
+from .._schedule._given import need_schedule
 from .._simulate import Costs, Simulation, simulate
 
 __all__ = ["KINDS", "Bar", "Picture", "number", "picture"]
@@ -77,6 +78,8 @@ def picture(
     unit: str | None = None,
 ) -> Picture:
     """Return what a picture of a schedule, a simulation or of measured bars shows; arguments as in `render`."""
+    if isinstance(what, str):
+        need_schedule(what, "render")
     if isinstance(what, Schedule):
         if unit is None:
             unit = "" if costs is None else "s"
@@ -86,7 +89,13 @@ def picture(
     unit = "s" if unit is None else unit
     if isinstance(what, Simulation):
         return _simulated(what, title, unit)
-    return _measured(tuple(what), title or "", unit)
+    if not isinstance(what, Iterable):
+        need_schedule(what, "render")
+    bars = tuple(what)
+    strange = next((one for one in bars if not isinstance(one, Bar)), None)
+    if strange is not None:
+        raise ValueError(f"bars: {strange!r:.100} given; a Schedule, a Simulation or a list of Bar can be drawn.")
+    return _measured(bars, title or "", unit)
 
 
 def _rank_costs(schedule: Schedule) -> Costs:

@@ -52,7 +52,7 @@ def render(
         ImportError: the format is png, and matplotlib is not installed.
 
     Example:
-        >>> from vescale_pipe._schedule import Schedule, parse_action
+        >>> from vescale_pipe import Schedule, parse_action, render
         >>> rows = ["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]
         >>> actions = [[parse_action(text) for text in row.split()] for row in rows]
         >>> print(render(Schedule.of("1f1b", [0, 1], 2, actions), format="text"))
@@ -63,6 +63,8 @@ def render(
         one column: 1
         <BLANKLINE>
     """
+    if isinstance(path, Costs):
+        raise ValueError("path: costs were given in its place; give them by name: render(schedule, costs=...).")
     if format is None:
         ending = Path(path).suffix.lower() if path is not None else ".svg"
         if ending not in ENDINGS:

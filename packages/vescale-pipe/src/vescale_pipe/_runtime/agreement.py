@@ -43,6 +43,8 @@ def facts(plan: PipePlan, schedule: Schedule, wiring: Wiring, graph: GraphLike) 
         "parameters": weights.hexdigest()[:12],
         "loss": plan.loss if isinstance(plan.loss, str) else "a function",
         "tied": plan.tied,
+        "whole": str(list(plan.whole)),
+        "seed": str(plan.seed),
         "added_losses": str(plan.added_losses),
         "torch": str(torch.__version__),
         "plugins": plugin_fingerprint(),

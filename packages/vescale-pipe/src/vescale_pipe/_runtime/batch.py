@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from ..errors import PipeError
+from .whole import TARGET, Paths, flags, whole_paths
 
 __all__ = ["Batch", "merge", "microbatch_sizes"]
 
@@ -40,22 +41,34 @@ def microbatch_sizes(size: int, count: int) -> list[int]:
 class Batch:
     """What one step was called with, cut when asked for.
 
-    A tensor is cut along dim 0 if that has as many rows as the batch; anything else goes whole to each micro-batch.
+    A tensor is cut along dim 0 if that has as many rows as the batch; anything else, and what is named as whole, goes
+    whole to each micro-batch.
 
     Args:
         args: positional arguments of the model.
         kwargs: keyword arguments of the model.
         target: second argument of the loss, or None.
         count: micro-batches.
-        size: rows of the batch; by default dim 0 of the first tensor with dimensions among args, kwargs, target.
+        size: rows of the batch; by default dim 0 of the first tensor with dimensions among args, kwargs, target that is
+            cut.
+        whole: what is not cut; see `whole_paths`.
+        parameters: names of the arguments of the model, as far as they are known.
     """
 
     def __init__(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, count: int, size: int | None = None
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        target: Any,
+        count: int,
+        size: int | None = None,
+        whole: Sequence[str | int] = (),
+        parameters: Sequence[str] = (),
     ) -> None:
         self._args = args
         self._kwargs = kwargs
         self._target = target
+        self._whole: dict[int | str, Paths] = whole_paths(whole, parameters, args, kwargs) if whole else {}
         self.count = count
         self.size = self._rows() if size is None else size
         """Rows; None if there is no tensor to tell."""
@@ -65,10 +78,18 @@ class Batch:
         self._specs: dict[int | str, Any] = {}
 
     def _rows(self) -> int | None:
-        for one in _pytree.tree_leaves((self._args, self._kwargs, self._target)):
-            if isinstance(one, Tensor) and one.dim():
-                return one.shape[0]
+        given: list[tuple[int | str, Any]] = [*enumerate(self._args), *self._kwargs.items(), (TARGET, self._target)]
+        for key, value in given:
+            leaves = _pytree.tree_leaves(value)
+            for one, whole in zip(leaves, self._flags(key, value, len(leaves)), strict=True):
+                if isinstance(one, Tensor) and one.dim() and not whole:
+                    return one.shape[0]
         return None
+
+    def _flags(self, key: int | str, value: Any, count: int) -> Sequence[bool]:
+        """Return for each leaf of an argument whether it is whole."""
+        paths = self._whole.get(key, ())
+        return flags(key, value, paths, count) if paths else (False,) * count
 
     def columns(self, key: int | str) -> list[list[Any]]:
         """Return the leaves of an argument, each as a list of one value per micro-batch.
@@ -91,7 +112,10 @@ class Batch:
                 )
             value = self._args[key] if isinstance(key, int) else self._kwargs[key]
             leaves, spec = ([value], None) if isinstance(value, Tensor) else _pytree.tree_flatten(value)
-            found = self._columns[key] = [self.split(leaf) for leaf in leaves]
+            whole = self._flags(key, value, len(leaves))
+            found = self._columns[key] = [
+                [leaf] * self.count if kept else self.split(leaf) for leaf, kept in zip(leaves, whole, strict=True)
+            ]
             self._specs[key] = spec
         return found
 
@@ -133,10 +157,15 @@ class Batch:
     def targets(self) -> list[Any]:
         """Return the target of each micro-batch."""
         leaves, spec = _pytree.tree_flatten(self._target)
-        for one in leaves:
-            if isinstance(one, Tensor) and one.dim() and self.size is not None and one.shape[0] != self.size:
-                raise PipeError(f"target: a tensor of shape {tuple(one.shape)} given; the batch has {self.size} rows.")
-        columns = [self.split(one) for one in leaves]
+        columns = []
+        for one, whole in zip(leaves, self._flags(TARGET, self._target, len(leaves)), strict=True):
+            is_rows = isinstance(one, Tensor) and one.dim() and not whole
+            if is_rows and self.size is not None and one.shape[0] != self.size:
+                raise PipeError(
+                    f"target: a tensor of shape {tuple(one.shape)} given; the batch has {self.size} rows. What goes "
+                    "whole to each micro-batch is named in PipePlan(whole=[...])."
+                )
+            columns.append([one] * self.count if whole else self.split(one))
         return [_pytree.tree_unflatten([column[m] for column in columns], spec) for m in range(self.count)]
 
 

@@ -8,9 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from .._plan import PipePlan
-from .._schedule import Schedule
+from .._schedule import Kind, Schedule
 from .._schedule.lower import lower
 from .._transport import Transport
+from ..errors import PipeError, ScheduleError
 from .batch import Batch, merge
 from .calls import make_calls, tags_of
 from .losses import LossRule
@@ -52,6 +53,8 @@ class Form:
     ) -> None:
         self._everywhere = loss_everywhere
         self._schedules = schedules
+        self._name = schedule.name
+        self._trains = any(bool((rows.kind != int(Kind.F)).any()) for rows in schedule.columns)
         self.wiring = wiring
         self.ranks = [
             Rank(
@@ -64,6 +67,7 @@ class Form:
                 tied=tied,
                 ahead=plan.receive_ahead,
                 added=plan.added_losses,
+                seeded=plan.seed is not None,
             )
             for transport in transports
         ]
@@ -83,7 +87,15 @@ class Form:
         Args:
             training: whether gradients are made.
             microbatches: of the step.
+
+        Raises:
+            ScheduleError: gradients are to be made, and the schedule has forwards only.
         """
+        if training and not self._trains:
+            raise ScheduleError(
+                f"schedule {self._name!r} has forwards only, so it makes no gradients: take one with backwards, or "
+                "call eval_step."
+            )
         found = self._made.get((training, microbatches))
         if found is None:
             schedule = self._schedules(microbatches, len(self._graph.stages))
@@ -104,6 +116,22 @@ class Form:
         outputs = None
         for rank in self.ranks:
             if rank.has_last and rank.results and rank.results[0]:
-                outputs = graphs[0].unflatten_outputs(merge(rank.results, batch.sizes))
+                outputs = _outputs(rank, batch, graphs)
             rank.results = []
         return self.ranks[0].loss, outputs
+
+
+def _outputs(rank: Rank, batch: Batch, graphs: Sequence[GraphLike]) -> Any:
+    """Return what the model would have returned for the whole batch, as far as that can be told."""
+    counts = [len(one) for one in rank.results]
+    if len(set(counts)) > 1:
+        raise PipeError(
+            f"the model returned {counts} tensors for the micro-batches of one step, which cannot be put together; "
+            "return the same for all, or say PipePlan(keep_outputs=False)."
+        )
+    merged = merge(rank.results, batch.sizes)
+    place = next(iter(rank.loss_places)) if len(rank.loss_places) == 1 else None
+    if place is not None:
+        # The loss of the model is that of the batch, with the weights of its micro-batches, not one each.
+        merged[place] = rank.own_loss
+    return graphs[0].unflatten_outputs(merged)

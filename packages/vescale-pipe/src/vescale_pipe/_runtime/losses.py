@@ -6,12 +6,13 @@ The loss of a micro-batch is weighted before its backward, so gradients are thos
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import PipeError
 from .batch import Batch
@@ -40,9 +41,34 @@ class LossRule:
     def __init__(self, function: LossFunction | None, weight: Weight = "mean") -> None:
         if weight not in ("mean", "sum") and not callable(weight):
             raise PipeError(f"loss={weight!r}: it must be 'mean', 'sum', or a function of the target of a micro-batch.")
+        if function is not None and not callable(function):
+            raise PipeError(f"loss_fn={function!r:.100}: it must be a function of outputs and target, or None.")
         self.function = function
         self.weight = weight
+        self._takes = _takes(function)
         self._seeds: dict[tuple[Any, ...], Tensor] = {}
+
+    def check(self, has_target: bool) -> None:
+        """Refuse a call without a target for a loss that takes one, or with one for a loss that takes none.
+
+        Args:
+            has_target: whether the call has one.
+
+        Raises:
+            PipeError: the loss cannot be called so.
+        """
+        if self.function is None or self._takes[has_target] or not self._takes[not has_target]:
+            return
+        name = getattr(self.function, "__name__", type(self.function).__name__)
+        if has_target:
+            raise PipeError(
+                f"loss_fn {name} takes the outputs only, and the call has target=; leave it out, or give a loss_fn of "
+                "outputs and target."
+            )
+        raise PipeError(
+            f"loss_fn {name} takes outputs and a target, and the call has no target=: engine(batch, target=...). "
+            "For a model that returns its own loss, make the engine without loss_fn."
+        )
 
     def weights(self, batch: Batch, targets: Sequence[Any]) -> list[float]:
         """Return the weight of each micro-batch.
@@ -106,6 +132,26 @@ class LossRule:
             found = found.detach() * scale * weight if scale != 1.0 else found.detach() * weight
             self._seeds[key] = found
         return found
+
+
+def _takes(function: LossFunction | None) -> tuple[bool, bool]:
+    """Return whether a loss can be called with outputs alone, and with outputs and a target."""
+    call = function.forward if isinstance(function, nn.Module) else function
+    try:
+        signature = inspect.signature(call) if call is not None else None
+    except (TypeError, ValueError):  # a builtin does not say
+        signature = None
+    if signature is None:
+        return True, True
+    return _binds(signature, 1), _binds(signature, 2)
+
+
+def _binds(signature: inspect.Signature, count: int) -> bool:
+    try:
+        signature.bind(*[None] * count)
+    except TypeError:
+        return False
+    return True
 
 
 def own_loss(result: Any) -> Any:

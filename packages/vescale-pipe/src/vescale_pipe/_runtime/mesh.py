@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from .._hooks import wrap_stage
 from ..errors import PipeError
@@ -20,9 +21,13 @@ def pipeline_group(mesh: Any, dim: str) -> Any:
         dim: name of the pipeline's dimension, for meshes of several.
 
     Raises:
-        PipeError: the mesh has several dimensions, none of that name.
+        PipeError: the mesh has several dimensions, none of that name; or it is no mesh.
     """
     if not hasattr(mesh, "get_group"):
+        if not isinstance(mesh, ProcessGroup):
+            raise PipeError(
+                f"mesh: {mesh!r:.100} given; it must be a DeviceMesh, a process group, or None for one process."
+            )
         return mesh
     if mesh.ndim == 1:
         return mesh.get_group(0)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from .._schedule import Action, Kind, Schedule
 from .._schedule.check import problems
 from ..errors import ScheduleError
-from .wiring import GraphLike, Wiring, wire
+from .wiring import GraphLike, Wiring, together, wire
 
-__all__ = ["fit", "in_order", "one_device"]
+__all__ = ["fit", "in_order", "misfit", "one_device"]
 
 
 def one_device(num_stages: int, num_microbatches: int) -> Schedule:
@@ -63,32 +63,52 @@ def in_order(schedule: Schedule) -> Schedule:
     return Schedule.of(schedule.name, schedule.placement, schedule.num_microbatches, ranks, joined)
 
 
-def fit(schedule: Schedule, graph: GraphLike) -> tuple[Schedule, Wiring]:
+def fit(schedule: Schedule, graphs: Sequence[GraphLike], *, chained: bool = False) -> tuple[Schedule, list[Wiring]]:
     """Return the schedule that runs a model, and its messages.
 
     Args:
         schedule: what is computed; backwards are put in the order of the micro-batches where that is valid.
-        graph: the model in stages.
+        graphs: the model in stages, for each kind of micro-batch of a step.
+        chained: whether something goes from each stage to the next in any case.
+
+    Returns:
+        The schedule, and per graph its messages; all graphs have them on the same edges.
 
     Raises:
         ScheduleError: the schedule has another number of stages than the model.
     """
-    stages: Sequence[object] = graph.stages
-    if schedule.num_stages != len(stages):
-        raise ScheduleError(
-            f"schedule {schedule.name!r} has {schedule.num_stages} stages and the model {len(stages)}; "
-            "cut the model into as many, or set chunks=."
-        )
-    wiring = wire(graph)
-    if wiring.relayed:
+    for graph in graphs:
+        if schedule.num_stages != len(graph.stages):
+            raise ScheduleError(misfit(schedule.name, schedule.num_ranks, schedule.num_stages, len(graph.stages)))
+    wirings = together([wire(graph) for graph in graphs], chained=chained)
+    if any(one.relayed for one in wirings):
         # Stages side by side may run in an order in which none of them can wait for another.
-        direct = wire(graph, relay=False)
-        if _wrong(schedule, wiring) and not _wrong(schedule, direct):
-            wiring = direct
+        direct = together([wire(graph, relay=False) for graph in graphs], chained=chained)
+        if _wrong(schedule, wirings[0]) and not _wrong(schedule, direct[0]):
+            wirings = direct
     ordered = in_order(schedule)
-    if ordered is not schedule and not _wrong(ordered, wiring):
+    # One that is wrong stays as it is, for others to refuse: another order might be valid, but nobody asked for it.
+    if ordered is not schedule and not _wrong(schedule, wirings[0]) and not _wrong(ordered, wirings[0]):
         schedule = ordered
-    return schedule, wiring
+    return schedule, wirings
+
+
+def misfit(name: str, num_ranks: int, stages: int, cut: int) -> str:
+    """Say that a schedule and a model have other numbers of stages, and what to do.
+
+    Args:
+        name: of the schedule.
+        num_ranks: ranks of the pipeline.
+        stages: of the schedule.
+        cut: of the model.
+    """
+    each, rest = divmod(stages, num_ranks)
+    per_rank = "" if rest else f", {each} on each of {num_ranks} rank{'s' * (num_ranks > 1)}"
+    names = f"at= with {stages - 1} name{'s' * (stages != 2)}" if stages > 1 else "at=[]"
+    todo = f"cut the model into {stages} ({names}, or num_stages={stages})"
+    if cut % num_ranks == 0:
+        todo += f", or take a schedule of {cut // num_ranks} a rank"
+    return f"schedule {name!r} has {stages} stages{per_rank}, and the model {cut}: {todo}."
 
 
 def _wrong(schedule: Schedule, wiring: Wiring) -> bool:

@@ -20,7 +20,7 @@ from ..errors import PipeError, TransportError
 from .batch import Batch
 from .losses import LossRule, own_loss
 from .stage import Edge, StageRunner
-from .tied import TiedGroup, TiedRank
+from .tied import TiedRank, tied_groups
 from .wiring import GraphLike, Wiring
 
 __all__ = ["Call", "Calls", "Rank", "Record", "run_together"]
@@ -66,7 +66,7 @@ class Rank:
 
     Args:
         graph: the model in stages.
-        wiring: its messages.
+        wiring: its messages; those of each step, `begin` is told.
         placement: rank of each stage.
         rank: this one.
         transport: its channels.
@@ -74,6 +74,7 @@ class Rank:
         tied: how gradients of tied parameters are added: "exact", "fast", or "none", where all stages have one object
             and autograd adds them.
         added: whether stages may add losses.
+        seeded: whether each micro-batch has a stream of random numbers of its own.
         ahead: messages that are asked for before they are needed.
     """
 
@@ -89,6 +90,7 @@ class Rank:
         tied: str = "exact",
         ahead: int = 2,
         added: bool = False,
+        seeded: bool = False,
     ) -> None:
         self.rank = rank
         self.transport = transport
@@ -100,7 +102,11 @@ class Rank:
         self.last = len(self.placement) - 1
         self.has_last = self.placement[self.last] == rank
         self.edges: dict[tuple[int, int], Edge] = {
-            edge: Edge(self.placement[edge[0]] == self.placement[edge[1]], edge in wiring.grad_edges)
+            edge: Edge(
+                self.placement[edge[0]] == self.placement[edge[1]],
+                edge in wiring.grad_edges,
+                seeded and edge[1] == edge[0] + 1,
+            )
             for edge in wiring.edges
             if rank in (self.placement[edge[0]], self.placement[edge[1]])
         }
@@ -144,6 +150,10 @@ class Rank:
         """Place in the list of calls."""
         self.loss: Tensor | None = None
         """Of the step."""
+        self.own_loss: Tensor | None = None
+        """Of the step, without losses that stages added."""
+        self.loss_places: set[int | None] = set()
+        """Which output the loss of a micro-batch is, for each; None: it is none of them."""
         self.results: list[list[Any]] = []
         """Per micro-batch the outputs of the last stage, on its rank."""
         self.added_values: list[dict[int, dict[int, list[Tensor]]]] = []
@@ -162,12 +172,14 @@ class Rank:
         calls: Calls,
         batch: Batch,
         graphs: Sequence[GraphLike],
+        wirings: Sequence[Wiring],
         modules: Callable[[GraphLike, int], Callable[..., Any]],
         target: Any,
         *,
         keep: bool = True,
         loss: bool = True,
         scale: float = 1.0,
+        seeds: Sequence[int] | None = None,
     ) -> None:
         """Prepare a step.
 
@@ -175,38 +187,35 @@ class Rank:
             calls: what to do.
             batch: what the step was called with.
             graphs: the model in stages, per micro-batch.
+            wirings: its messages, per micro-batch; all on the edges of this rank.
             modules: returns the module of a stage, as wrapped by plugins.
             target: second argument of the loss.
             keep: whether outputs of the last stage are kept.
             loss: whether there is a loss.
             scale: of all gradients.
+            seeds: of random numbers, per micro-batch.
         """
+        self.at = -1
         self._calls = calls
         self._graphs = graphs
         self.transport.label = calls.label
         self._keep, self._with_loss, self._scale = keep, loss, scale
-        self.loss = None
+        self.loss = self.own_loss = None
+        self.loss_places.clear()
         self.results = [[] for _ in range(batch.count)]
         self.added_values.clear()
         self._parts = {}
         self._weights, self._targets = [], [None] * batch.count
+        if loss and self.has_last:
+            self.losses.check(target is not None)
         if loss and (self.has_last or self.added):
             if target is not None:
                 self._targets = batch.targets()
             self._weights = self.losses.weights(batch, self._targets)
         for number, stage in self.stages.items():
-            columns = []
-            for port in self.wiring.stages[number].args:
-                if isinstance(port, int):
-                    continue
-                leaves = batch.columns(port.key)
-                if not 0 <= port.index < len(leaves):
-                    raise PipeError(
-                        f"stage {number} takes leaf {port.index} of argument {port.key!r}, which has {len(leaves)} "
-                        "now; give arguments of the structure with which the model was split."
-                    )
-                columns.append(leaves[port.index])
-            stage.batch = list(zip(*columns, strict=True)) if columns else [()] * batch.count
+            stage.ends = [stage.ends_of(one.stages[number]) for one in wirings]
+            stage.batch = _rows(number, wirings, batch)
+            stage.seeds = seeds
             stage.modules = [modules(graph, number) for graph in graphs]
         # As on one device, backwards run outside of the user's autocast.
         autocast = tuple(device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device))
@@ -271,7 +280,7 @@ class Rank:
 
     def where(self) -> str:
         """Say what the rank is at."""
-        if self._calls is None:  # an error came before the first call of all
+        if self._calls is None or self.at < 0:  # an error came before the first call
             return "the start of a step"
         if self.at < len(self._calls.calls):
             return self._calls.calls[self.at].name
@@ -288,7 +297,7 @@ class Rank:
         self.sending.clear()
         for stage in self.stages.values():
             stage.forget()
-            stage.batch, stage.modules = [], ()
+            stage.batch, stage.modules, stage.ends = [], (), ()
 
     def drain(self) -> None:
         """Wait until all messages have left."""
@@ -312,6 +321,7 @@ class Rank:
         if not torch.is_grad_enabled() and self.losses.function is None and own_loss(result) is None:
             return None
         loss = self.losses.value(result, self._targets[microbatch])
+        self.loss_places.add(next((place for place, one in enumerate(outputs) if one is loss), None))
         self._parts[microbatch] = loss.detach()
         if not loss.requires_grad:
             return None
@@ -330,14 +340,18 @@ class Rank:
         for one in (*self.added_values, self.added_here()):
             added.update(one)
         total: Tensor | None = None
+        own: Tensor | None = None
         for microbatch in range(len(self._parts)):
-            part = self._parts[microbatch]
+            part, weight = self._parts[microbatch], self._weights[microbatch]
+            if added:
+                own = part * weight if own is None else own + part * weight
             for stage in sorted(added):
                 for more in added[stage].get(microbatch, ()):
                     part = part + more
-            part = part * self._weights[microbatch]
+            part = part * weight
             total = part if total is None else total + part
         self.loss = total
+        self.own_loss = own if added else total
 
     def get_loss(self) -> Tensor | None:
         """Return the loss of the step."""
@@ -348,22 +362,25 @@ class Rank:
         self.loss = message[0]
 
 
-def tied_groups(graph: GraphLike, placement: Sequence[int]) -> list[TiedGroup]:
-    """Return the parameters that more than one stage has.
-
-    Args:
-        graph: the model in stages.
-        placement: rank of each stage.
-    """
-    groups: list[TiedGroup] = []
-    for group in graph.tied:
-        names: dict[int, str] = {}
-        for stage, name in group:
-            names.setdefault(stage, name)
-        if len(names) > 1:
-            members = tuple(sorted(names.items(), reverse=True))
-            groups.append(TiedGroup(len(groups), members, tuple(placement[stage] for stage, _ in members)))
-    return groups
+def _rows(number: int, wirings: Sequence[Wiring], batch: Batch) -> list[tuple[Any, ...]]:
+    """Return per micro-batch the values of the batch that a stage takes."""
+    made: dict[int, list[tuple[Any, ...]]] = {}
+    for wiring in wirings:
+        if id(wiring) in made:
+            continue
+        columns = []
+        for port in wiring.stages[number].args:
+            if isinstance(port, int):
+                continue
+            leaves = batch.columns(port.key)
+            if not 0 <= port.index < len(leaves):
+                raise PipeError(
+                    f"stage {number} takes leaf {port.index} of argument {port.key!r}, which has {len(leaves)} now; "
+                    "give arguments of the structure with which the model was split."
+                )
+            columns.append(leaves[port.index])
+        made[id(wiring)] = list(zip(*columns, strict=True)) if columns else [()] * batch.count
+    return [made[id(wiring)][microbatch] for microbatch, wiring in enumerate(wirings)]
 
 
 def run_together(ranks: Sequence[Rank], record: Record | None = None) -> None:

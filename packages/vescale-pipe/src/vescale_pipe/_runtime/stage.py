@@ -7,7 +7,8 @@ an input die with it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,10 +18,11 @@ from torch.utils import _pytree
 from .._transport.message import PLAIN, leaf_of, tensors_of
 from .._wgrad import WeightGradStore
 from ..errors import PipeError
+from .draws import Stream
 from .losses import added_losses
 from .wiring import StageWiring
 
-__all__ = ["Edge", "StageRunner"]
+__all__ = ["Edge", "Ends", "StageRunner"]
 
 # An alias that autograd does not take for a view: in-place operations on an input of a stage work as on one device.
 _alias = torch.ops.aten._unsafe_view.default
@@ -31,11 +33,13 @@ _run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.ru
 class Edge:
     """One end of an edge; both ends are one object where both stages are on this rank."""
 
-    __slots__ = ("grads", "local", "needs_grad", "values")
+    __slots__ = ("carries", "grads", "local", "needs_grad", "values")
 
-    def __init__(self, local: bool, needs_grad: bool) -> None:
+    def __init__(self, local: bool, needs_grad: bool, carries: bool = False) -> None:
         self.local = local
         """Whether both stages are on this rank."""
+        self.carries = carries
+        """Whether the last value is where the stream of random numbers of the micro-batch stands."""
         self.needs_grad = needs_grad
         """Whether gradients come back."""
         self.values: dict[int, list[Any]] = {}
@@ -44,13 +48,27 @@ class Edge:
         """Per micro-batch, from backward to backward; one per tensor among the values, as `tensors_of` lists them."""
 
 
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """What goes in and out of a stage, for one kind of micro-batch."""
+
+    counts: tuple[int, ...]
+    """Values on each edge that comes in."""
+    outgoing: tuple[tuple[Edge, tuple[int, ...]], ...]
+    """Edges that go out, and the values on them: see `StageWiring.outgoing`."""
+    args: tuple[int | None, ...]
+    """Per input of the module the place of a value that came in; None: a value of the batch."""
+    straight: bool
+    """Whether inputs are the values that came in, in their order."""
+
+
 class StageRunner:
     """Runs a stage.
 
     Args:
         number: of the stage.
         module: what it computes, to look into; calls go to `modules`.
-        wiring: its ends.
+        wiring: its ends, where `ends` says nothing else.
         incoming: the edges of `wiring.incoming`.
         outgoing: the edges of `wiring.outgoing`.
         last: for the last stage, what makes the loss of its outputs: a function of outputs and micro-batch that
@@ -83,20 +101,38 @@ class StageRunner:
         self.autocast: tuple[str, ...] = ()
         """Devices whose autocast is on, and to be off in backwards."""
         self._incoming = tuple(incoming)
-        self._outgoing = tuple((edge, places) for edge, (_, places) in zip(outgoing, wiring.outgoing, strict=True))
-        self._back = tuple(edge for edge in incoming if edge.needs_grad)
-        self._counts = tuple(len(values) for _, values in wiring.incoming)
-        self._args = tuple(one if isinstance(one, int) else None for one in wiring.args)
-        self._straight = self._args == tuple(range(sum(self._counts)))
+        self._outgoing = tuple(outgoing)
+        self._back = any(edge.needs_grad for edge in incoming)
+        self._known: dict[int, tuple[StageWiring, Ends]] = {}
+        self._usual = self.ends_of(wiring)
+        self.ends: Sequence[Ends] = ()
+        """Per micro-batch; empty: as at the start."""
+        self.seeds: Sequence[int] | None = None
+        """Per micro-batch, of the random numbers that stage 0 begins with; None: generators are left alone."""
         self._saved: dict[int, tuple[list[Any], list[Any], Sequence[Any], list[Tensor], list[Tensor]]] = {}
         self._losses: list[Tensor] = []
+
+    def ends_of(self, wiring: StageWiring) -> Ends:
+        """Return the ends that a wiring of this stage means.
+
+        Args:
+            wiring: on the edges of this stage.
+        """
+        found = self._known.get(id(wiring))
+        if found is None:
+            args = tuple(one if isinstance(one, int) else None for one in wiring.args)
+            counts = tuple(len(values) for _, values in wiring.incoming)
+            outgoing = zip(self._outgoing, (places for _, places in wiring.outgoing), strict=True)
+            ends = Ends(counts, tuple(outgoing), args, args == tuple(range(sum(counts))))
+            found = self._known[id(wiring)] = (wiring, ends)
+        return found[1]
 
     def forget(self) -> None:
         """Drop all that is kept between actions, after a failure or a step without backward."""
         self._saved.clear()
         self._losses = []
         self.added.clear()
-        for edge in (*self._incoming, *(edge for edge, _ in self._outgoing)):
+        for edge in (*self._incoming, *self._outgoing):
             edge.values.clear()
             edge.grads.clear()
         for _, grads in self._captured.values():
@@ -151,25 +187,36 @@ class StageRunner:
         self, microbatch: int, recording: AbstractContextManager[Any] | None
     ) -> tuple[list[Any], list[Any], Sequence[Any]]:
         """Return what came, the same as the module got it, and what it returned; hand on what other stages take."""
+        ends = self.ends[microbatch] if self.ends else self._usual
         came: list[Any] = []
+        start: Any = None
         for edge in self._incoming:
             came += edge.values.pop(microbatch)
+            if edge.carries:
+                start = came.pop()
         given = [
             (_alias(one, one.shape) if one.requires_grad else one) if isinstance(one, Tensor) else _guard(one)
             for one in came
         ]
-        if self._straight:
+        if ends.straight:
             args = given
         else:
             batch = iter(self.batch[microbatch])
-            args = [next(batch) if place is None else given[place] for place in self._args]
+            args = [next(batch) if place is None else given[place] for place in ends.args]
+        module = self.modules[microbatch]
+        end: Any = None
         added_losses(self._losses)
         try:
-            if recording is None:
-                outputs = self.modules[microbatch](*args)
+            if self.seeds is not None:
+                stream = Stream(self.seeds[microbatch] if start is None else start)
+                with stream, nullcontext() if recording is None else recording:
+                    outputs = module(*args)
+                end = stream.end
+            elif recording is None:
+                outputs = module(*args)
             else:
                 with recording:
-                    outputs = self.modules[microbatch](*args)
+                    outputs = module(*args)
         finally:
             added_losses(None)
         if type(outputs) is not tuple and type(outputs) is not list:
@@ -177,9 +224,13 @@ class StageRunner:
                 f"stage {self.number}: its module returned a {type(outputs).__name__}; it must return a tuple with one "
                 "value per output."
             )
-        for edge, places in self._outgoing:
+        for edge, places in ends.outgoing:
             values = [outputs[place] if place >= 0 else given[-1 - place] for place in places]
-            edge.values[microbatch] = [leaf_of(one) for one in values] if edge.local else values
+            if edge.local:
+                values = [leaf_of(one) for one in values]
+            if edge.carries:
+                values.append(end)
+            edge.values[microbatch] = values
         return came, given, outputs
 
     def _take_losses(self, microbatch: int, roots: list[Tensor], seeds: list[Tensor]) -> None:
@@ -241,7 +292,8 @@ class StageRunner:
     def _backward(self, microbatch: int) -> None:
         came, given, outputs, roots, seeds = self._saved.pop(microbatch)
         shared: dict[int, int] | None = None
-        for edge, places in self._outgoing:
+        ends = self.ends[microbatch] if self.ends else self._usual
+        for edge, places in ends.outgoing:
             if not edge.needs_grad:
                 continue
             sent = tensors_of([outputs[place] if place >= 0 else given[-1 - place] for place in places])
@@ -265,11 +317,11 @@ class StageRunner:
                 _run_backward(tuple(roots), tuple(seeds), False, False, (), True, True)
         del roots, seeds, outputs, given
         if self._back:
-            self._hand_back(microbatch, came)
+            self._hand_back(microbatch, came, ends)
 
-    def _hand_back(self, microbatch: int, came: list[Any]) -> None:
+    def _hand_back(self, microbatch: int, came: list[Any], ends: Ends) -> None:
         start = 0
-        for edge, count in zip(self._incoming, self._counts, strict=True):
+        for edge, count in zip(self._incoming, ends.counts, strict=True):
             if edge.needs_grad:
                 edge.grads[microbatch] = [
                     None if leaf is None else leaf.grad for leaf in tensors_of(came[start : start + count])

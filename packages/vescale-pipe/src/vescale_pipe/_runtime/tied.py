@@ -19,8 +19,9 @@ from .._schedule._waits import edge_waits, join, own_waits, walk
 from .._transport import Receiving, Transport
 from .stage import StageRunner
 from .tags import Tags
+from .wiring import GraphLike
 
-__all__ = ["TiedGroup", "TiedRank", "settle_points"]
+__all__ = ["TiedGroup", "TiedRank", "settle_points", "tied_groups"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,3 +214,21 @@ def settle_points(
         ready = ready.cummax(0).values
         found.append(torch.searchsorted(starts, ready).tolist())
     return found
+
+
+def tied_groups(graph: GraphLike, placement: Sequence[int]) -> list[TiedGroup]:
+    """Return the parameters that more than one stage has.
+
+    Args:
+        graph: the model in stages.
+        placement: rank of each stage.
+    """
+    groups: list[TiedGroup] = []
+    for group in graph.tied:
+        names: dict[int, str] = {}
+        for stage, name in group:
+            names.setdefault(stage, name)
+        if len(names) > 1:
+            members = tuple(sorted(names.items(), reverse=True))
+            groups.append(TiedGroup(len(groups), members, tuple(placement[stage] for stage, _ in members)))
+    return groups

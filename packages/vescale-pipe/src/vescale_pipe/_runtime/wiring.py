@@ -15,7 +15,7 @@ from torch import nn
 
 from ..errors import PipeError
 
-__all__ = ["GraphLike", "PortLike", "StageLike", "StageWiring", "Wiring", "wire"]
+__all__ = ["GraphLike", "PortLike", "StageLike", "StageWiring", "Wiring", "together", "wire"]
 
 
 class PortLike(Protocol):
@@ -164,3 +164,34 @@ def _stage(stage: StageLike, carried: dict[tuple[int, int], list[Value]]) -> Sta
     )
     args = tuple(port if port.source == "batch" else places[port.key, port.index] for port in stage.inputs)
     return StageWiring(incoming, outgoing, args)
+
+
+def together(wirings: Sequence[Wiring], *, chained: bool = False) -> list[Wiring]:
+    """Give graphs of one step the same messages: where a graph has none on an edge of another one, an empty one.
+
+    Args:
+        wirings: of models in as many stages each.
+        chained: whether there is a message from each stage to the next.
+    """
+    count = len(wirings[0].stages)
+    chain = {(stage, stage + 1) for stage in range(count - 1)} if chained else set()
+    edges = tuple(sorted(chain.union(*(one.edges for one in wirings))))
+    grad_edges = tuple(sorted(set().union(*(one.grad_edges for one in wirings))))
+    return [
+        one if (one.edges, one.grad_edges) == (edges, grad_edges) else _padded(one, edges, grad_edges)
+        for one in wirings
+    ]
+
+
+def _padded(wiring: Wiring, edges: tuple[tuple[int, int], ...], grad_edges: tuple[tuple[int, int], ...]) -> Wiring:
+    stages = []
+    for number, ends in enumerate(wiring.stages):
+        incoming, outgoing = dict(ends.incoming), dict(ends.outgoing)
+        stages.append(
+            StageWiring(
+                tuple((before, incoming.get(before, ())) for before, after in edges if after == number),
+                tuple((after, outgoing.get(after, ())) for before, after in reversed(edges) if before == number),
+                ends.args,
+            )
+        )
+    return Wiring(tuple(stages), edges, grad_edges, wiring.relayed)

@@ -11,6 +11,7 @@ from ..errors import ScheduleError
 from ._circle import blocked_text, circles
 from ._edges import stage_edges
 from ._form import check_form, check_rows
+from ._given import need_schedule
 from ._problem import Found, Problem, Rule, report
 from ._rules import at, check_canonical, check_complete, check_memory, check_order, check_placement, name
 from ._table import Table, first_places, make_table, select
@@ -47,11 +48,12 @@ def problems(
         ScheduleError: `edges` or `memory` makes no sense.
 
     Example:
-        >>> from vescale_pipe._schedule import Action, Kind
+        >>> from vescale_pipe import Action, Kind, Schedule, problems
         >>> for one in problems(Schedule.of("tiny", [0], 1, [[Action(Kind.B, 0, 0)]])):
         ...     print(one)
         rank 0, 0F0, rule COMPLETE: it is missing.
     """
+    need_schedule(schedule, "problems")
     found = Found()
     _check(schedule, edges, grad_edges, memory, canonical, found)
     return found.sorted()
@@ -78,9 +80,10 @@ def validate(
         ScheduleError: it breaks a rule, or an argument makes no sense.
 
     Example:
-        >>> from vescale_pipe._schedule import Action, Kind
+        >>> from vescale_pipe import Action, Kind, Schedule, validate
         >>> validate(Schedule.of("tiny", [0], 1, [[Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)]]))
     """
+    need_schedule(schedule, "validate")
     found = Found(most=20)
     _check(schedule, edges, grad_edges, memory, canonical, found)
     if found.total:

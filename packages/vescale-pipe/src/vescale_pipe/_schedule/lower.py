@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ._edges import stage_edges
+from ._given import need_schedule
 from ._program import Op, Program, Step
 from ._table import Table, first_places, make_table
 from ._waits import Waits, edge_waits, join, own_waits, walk
@@ -73,7 +74,7 @@ def lower(
         ScheduleError: the schedule breaks a rule.
 
     Example:
-        >>> from vescale_pipe._schedule import Action, Kind
+        >>> from vescale_pipe import Action, Kind, Schedule, lower
         >>> f, b = (lambda stage: Action(Kind.F, stage, 0)), (lambda stage: Action(Kind.B, stage, 0))
         >>> program = lower(Schedule.of("two", [0, 1], 1, [[f(0), b(0)], [f(1), b(1)]]))
         >>> for steps in program.steps:
@@ -81,6 +82,7 @@ def lower(
         0F0 0SEND_F0>1 0RECV_B0<1 0B0
         1RECV_F0<0 1F0 1B0 1SEND_B0>0
     """
+    need_schedule(schedule, "lower")
     down = stage_edges(edges, schedule.num_stages)
     up = down if grad_edges is None else stage_edges(grad_edges, schedule.num_stages)
     validate(schedule, edges=down, grad_edges=up)

@@ -14,6 +14,7 @@ from ._circle import blocked_text, circles
 from ._problem import Found, Problem, Rule, report
 from ._program import Op, Program, Step
 from .action import Action, Kind
+from .schedule import Schedule
 
 __all__ = ["check_messages", "recheck"]
 
@@ -35,10 +36,12 @@ def recheck(program: Program) -> None:
         ScheduleError: a message is missing, doubled, wrong or at the wrong place, or ranks wait for each other.
 
     Example:
-        >>> from vescale_pipe._schedule import Action, Kind, Schedule, lower
+        >>> from vescale_pipe import Action, Kind, Schedule, lower, recheck
         >>> tiny = Schedule.of("tiny", [0, 1], 1, [[Action(Kind.F, 0, 0)], [Action(Kind.F, 1, 0)]])
         >>> recheck(lower(tiny))
     """
+    if isinstance(program, Schedule):
+        raise ScheduleError("recheck: a Schedule was given, which has no messages yet: recheck(lower(schedule)).")
     found = Found()
     check_messages(program, found)
     if not found.total:

@@ -47,7 +47,7 @@ class Schedule:
         columns: per rank what it does.
 
     Example:
-        >>> from vescale_pipe._schedule import Action, Kind
+        >>> from vescale_pipe import Action, Kind, Schedule
         >>> one = Schedule.of("tiny", [0], 1, [[Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)]])
         >>> one.num_ranks, one.num_stages, [str(action) for action in one.actions(0)]
         (1, 1, ['0F0', '0B0'])

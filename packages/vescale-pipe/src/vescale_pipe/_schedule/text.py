@@ -14,6 +14,7 @@ from typing import Any
 
 from ..errors import ScheduleError
 from ._edges import chain
+from ._given import need_schedule
 from ._problem import Found, report
 from ._program import Op, Program, Step
 from .action import Action, parse_action
@@ -48,6 +49,7 @@ def to_csv(what: Schedule | Program) -> str:
         '0F0,(0B0;0F1)OVERLAP_F_B,0B1\n'
     """
     schedule = what.schedule if isinstance(what, Program) else what
+    need_schedule(schedule, "to_csv")
     if isinstance(what, Program):
         _require_chain(what)
     lines = []
@@ -214,6 +216,7 @@ def to_json(schedule: Schedule) -> str:
           ]
         }
     """
+    need_schedule(schedule, "to_json")
     lines = []
     for rank in range(schedule.num_ranks):
         first = set(schedule.joined(rank))

@@ -31,7 +31,7 @@ def costs_per_stage(costs: Costs, num_ranks: int, chunks: int) -> Costs:
         ScheduleError: the pieces do not divide evenly into stages, or sequences have different lengths.
 
     Example:
-        >>> from vescale_pipe._simulate import Costs
+        >>> from vescale_pipe import Costs
         >>> costs_per_stage(Costs(forward=[1.0, 2.0, 3.0, 4.0]), 2, 1).forward
         (3.0, 7.0)
         >>> costs_per_stage(Costs(forward=1.0), 2, 2).forward

@@ -6,9 +6,11 @@ need the same, and less than 1F1B's first rank does.
 
 from __future__ import annotations
 
-from .._schedule import Kind, Schedule
+import torch
+
+from .._schedule import Schedule
 from ._columns import vee
-from ._listing import Order, Policy, Task, list_schedule
+from ._filling import fill
 
 __all__ = ["v_half", "v_min"]
 
@@ -70,19 +72,8 @@ def _block(num_ranks: int, slopes: tuple[int, int, int, int], gaps: tuple[int, i
 
 def _repeat(name: str, num_ranks: int, num_microbatches: int, block: list[tuple[int, ...]], cap: int) -> Schedule:
     """Repeat a block for each micro-batch, and put the weight gradients where ranks would idle or memory runs out."""
-    orders: list[Order] = []
-    for rank, times in enumerate(block):
-        first, second = rank, 2 * num_ranks - 1 - rank
-        what = ((Kind.F, first), (Kind.F, second), (Kind.I, second), (Kind.I, first))
-        timed = [
-            (time + PERIOD * m, kind, stage, m)
-            for m in range(num_microbatches)
-            for time, (kind, stage) in zip(times, what, strict=True)
-        ]
-        orders.append([row[1:] for row in sorted(timed)])
-    ones, zeros = (1.0,) * (2 * num_ranks), (0.0,) * (2 * num_ranks)
-    task = Task(vee(num_ranks), num_microbatches, (ones, ones, ones, ones), zeros, ones, ones)
-    schedule = list_schedule(name, task, Policy([float(cap)] * num_ranks, patience=1.0, orders=orders))
-    if schedule is None:
+    starts = torch.tensor(block).unsqueeze(1) + PERIOD * torch.arange(num_microbatches).unsqueeze(1)
+    columns = fill(starts.flatten(1), cap)
+    if columns is None:
         raise AssertionError(f"{name}: no order of {num_ranks} ranks fits {cap} activations")
-    return schedule
+    return Schedule(name, vee(num_ranks), num_microbatches, columns)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from .._schedule import Columns, Kind, Schedule
+from .._schedule._given import need_schedule
 
 __all__ = ["forward_only"]
 
@@ -16,10 +17,11 @@ def forward_only(schedule: Schedule) -> Schedule:
         schedule: any valid one.
 
     Example:
-        >>> from .registry import build_schedule
+        >>> from vescale_pipe import build_schedule
         >>> [str(action) for action in forward_only(build_schedule("1f1b", 2, 2)).actions(1)]
         ['1F0', '1F1']
     """
+    need_schedule(schedule, "forward_only")
     columns = []
     for rows in schedule.columns:
         keep = rows.kind == Kind.F

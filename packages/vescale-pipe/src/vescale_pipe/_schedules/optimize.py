@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from .._schedule import Schedule
 from .._simulate import Costs, simulate
@@ -44,7 +44,7 @@ def optimize(
     num_ranks: int,
     num_microbatches: int,
     *,
-    chunks: Sequence[int] = (1, 2),
+    chunks: int | Sequence[int] = (1, 2),
     memory: float | None = None,
 ) -> Schedule:
     """Search a schedule that is fast for given costs and fits in memory.
@@ -60,7 +60,7 @@ def optimize(
             row, their length a multiple of num_ranks * chunks. Chunks that do not divide it are left out.
         num_ranks: ranks of the pipeline.
         num_microbatches: micro-batches of a step.
-        chunks: how many stages a rank may have.
+        chunks: how many stages a rank may have: numbers to try, or the only one.
         memory: bytes that a rank may keep for its backwards, in the unit of `costs.activation`; None: any.
 
     Returns:
@@ -69,16 +69,18 @@ def optimize(
         plugin's.
 
     Raises:
-        ScheduleError: one micro-batch alone does not fit in that memory, or no chunks divide the pieces of `costs`.
+        ScheduleError: one micro-batch alone does not fit in that memory, no chunks divide the pieces of `costs`, or an
+            argument makes no sense.
 
     Example:
-        >>> from vescale_pipe._simulate import Costs, simulate
+        >>> from vescale_pipe import Costs, costs_per_stage, simulate
         >>> found = optimize(Costs(forward=[1.0, 2.0]), 2, 3, chunks=[1])
         >>> simulate(found, costs_per_stage(Costs(forward=[1.0, 2.0]), 2, 1)).makespan
         19.0
     """
+    some = _checked(costs, num_ranks, num_microbatches, chunks, memory)
     searches, refused = [], []
-    for count in dict.fromkeys(chunks):
+    for count in some:
         try:
             scaled = costs_per_stage(costs, num_ranks, count)
         except ScheduleError as error:
@@ -102,6 +104,22 @@ def optimize(
             best = other
     assert best.best is not None
     return best.best
+
+
+def _checked(costs: Any, num_ranks: Any, num_microbatches: Any, chunks: Any, memory: Any) -> tuple[int, ...]:
+    """Return the numbers of chunks to try; refuse arguments that make no sense."""
+    order = "the order is optimize(costs, num_ranks, num_microbatches)"
+    if not isinstance(costs, Costs):
+        raise ScheduleError(f"optimize: costs must be a Costs, and {costs!r:.100} was given; {order}.")
+    for name, number in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches)):
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise ScheduleError(f"optimize: {name} = {number!r:.100}; it must be a whole number from 1 ({order}).")
+    some = chunks if isinstance(chunks, Sequence) and not isinstance(chunks, str) else (chunks,)
+    if not some or not all(isinstance(one, int) and not isinstance(one, bool) and one >= 1 for one in some):
+        raise ScheduleError(f"optimize: chunks = {chunks!r:.100}; it must be a whole number from 1, or some of them.")
+    if memory is not None and not (isinstance(memory, int | float) and memory > 0):
+        raise ScheduleError(f"optimize: memory = {memory!r:.100}; it must be a number above 0, or None for any.")
+    return tuple(dict.fromkeys(some))
 
 
 def optimized(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import re
 import threading
@@ -20,7 +21,19 @@ from .one_f_one_b import eager_1f1b, one_f_one_b
 from .v_shape import zb_v
 from .zero_bubble import interleaved_zb, zb_h1, zb_h2
 
-__all__ = ["BUILT_IN", "Build", "Registry", "build_schedule", "builders", "reset", "schedule_names", "takes"]
+__all__ = [
+    "BUILT_IN",
+    "Build",
+    "Registry",
+    "build_schedule",
+    "builders",
+    "check_name",
+    "reset",
+    "schedule_names",
+    "schedules_of",
+    "stages_per_rank",
+    "takes",
+]
 
 Build = Callable[..., Schedule]
 """Called with the numbers of ranks and of micro-batches, and with `chunks`, `costs` and `memory` if it has such
@@ -114,13 +127,11 @@ def build_schedule(
         ['0F0', '0F1', '0B0', '0B1']
     """
     builds = _registry().builds
-    if name not in builds:
-        raise ScheduleError(
-            f"schedule {name!r} is not known. There are: {', '.join(sorted(builds))}. A plugin may add others "
-            f"(python -m vescale_pipe plugins lists what is installed), and a Schedule may be given in place of a name."
-        )
+    check_name(name)
     for what, number in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches), ("chunks", chunks)):
-        if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
+        if number is None and what == "chunks":
+            continue
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             raise ScheduleError(f"schedule {name!r}: {what} = {number!r}; it must be a whole number from 1.")
     build = builds[name]
     options = {"chunks": chunks, "costs": costs, "memory": memory}
@@ -138,6 +149,50 @@ def build_schedule(
     if name not in BUILT_IN:
         _check(name, schedule, num_ranks, num_microbatches)
     return schedule
+
+
+def check_name(name: object) -> None:
+    """Refuse what is no name of a schedule.
+
+    Args:
+        name: that was given.
+
+    Raises:
+        ScheduleError: there is no such schedule; the message lists those that there are.
+    """
+    builds = _registry().builds
+    if not isinstance(name, str):
+        raise ScheduleError(
+            f"build_schedule: the name of a schedule comes first, {name!r:.100} given: "
+            "build_schedule(name, num_ranks, num_microbatches)."
+        )
+    if name not in builds:
+        near = difflib.get_close_matches(name.lower(), builds, n=2)
+        meant = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+        raise ScheduleError(
+            f"schedule {name!r} is not known.{meant} There are: {', '.join(sorted(builds))}. A plugin may add others "
+            "(python -m vescale_pipe plugins lists what is installed), and a Schedule may be given in place of a name."
+        )
+
+
+def stages_per_rank(name: str) -> int | None:
+    """Return how many stages a rank has in a schedule, None where it can be chosen.
+
+    Args:
+        name: of the schedule.
+
+    Example:
+        >>> stages_per_rank("1f1b"), stages_per_rank("zb_v"), stages_per_rank("interleaved_1f1b")
+        (1, 2, None)
+    """
+    if name in TWO_CHUNKS:
+        return 2
+    return None if "chunks" in takes(_registry().builds[name]) else 1
+
+
+def schedules_of(chunks: int) -> list[str]:
+    """Return the names of the schedules that can have so many stages a rank, sorted."""
+    return [name for name in schedule_names() if stages_per_rank(name) in (None, chunks)]
 
 
 def schedule_names() -> tuple[str, ...]:

@@ -125,8 +125,7 @@ class Simulation:
             ValueError: a name is no field of `Costs`, no rank, or a time of actions whose durations were given.
 
         Example:
-            >>> from vescale_pipe._schedule import Action, Kind, Schedule
-            >>> from vescale_pipe._simulate import simulate
+            >>> from vescale_pipe import Action, Kind, Schedule, simulate
             >>> first, second = [Action(Kind.F, 0, 0)], [Action(Kind.F, 1, 0)]
             >>> now = simulate(Schedule.of("forward", [0, 1], 1, [first, second]))
             >>> now.makespan, now.what_if(faster={1: 100}).makespan, now.what_if(latency=0.5).makespan

@@ -8,6 +8,8 @@ from typing import Literal
 from torch import Tensor
 
 from .._schedule import Schedule
+from .._schedule._given import need_schedule
+from ..errors import ScheduleError
 from . import scalar, waves
 from .costs import Costs
 from .graph import encode
@@ -49,14 +51,21 @@ def simulate(
         ValueError: numbers of `costs`, `edges` or `durations` do not fit the schedule; `method` is unknown.
 
     Example:
-        >>> from vescale_pipe._schedule import Schedule, parse_action
+        >>> from vescale_pipe import Schedule, parse_action, simulate
         >>> rows = ["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]
         >>> actions = [[parse_action(text) for text in row.split()] for row in rows]
         >>> done = simulate(Schedule.of("1f1b", [0, 1], 2, actions))
         >>> done.makespan, round(done.bubble, 3), done.peak
         (9.0, 0.333, (2.0, 1.0))
     """
+    if isinstance(schedule, Costs):
+        raise ScheduleError("simulate: costs were given first; the order is simulate(schedule, costs).")
+    need_schedule(schedule, "simulate")
     costs = Costs() if costs is None else costs
+    if not isinstance(costs, Costs):
+        raise ScheduleError(
+            f"simulate: costs must be a Costs, such as Costs(forward=1.0), and {costs!r:.100} was given."
+        )
     if method not in ("auto", "scalar", "waves"):
         raise ValueError(f'method: {method!r} given; it must be "auto", "scalar" or "waves".')
     edges = None if edges is None else tuple(edges)

@@ -162,7 +162,7 @@ class StageGraph:
         """Run all stages one after another in this process, and return the model's own output.
 
         Example:
-            >>> from vescale_pipe._split import split
+            >>> from vescale_pipe import split
             >>> model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
             >>> batch = torch.ones(4, 2)
             >>> graph = split(model, at=["2"], example_args=(batch,))

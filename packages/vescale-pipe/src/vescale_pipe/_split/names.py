@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from torch import nn
 
+from .._nearest import nearest
 from ..errors import SplitError
 
 __all__ = ["Names", "choose_units", "has_forward", "nearest"]
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a hint with the known names closest to a wrong one, or an empty text."""
-    found = difflib.get_close_matches(name, list(known), n=3, cutoff=0.4)
-    return f" Nearest names: {', '.join(map(repr, found))}." if found else ""
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -40,9 +34,10 @@ class Names:
             SplitError: there is none; `argument` says whose fault that is.
         """
         if name not in self.modules or name == "":
-            raise SplitError(
-                f"{argument}: {type(self.model).__name__} has no module {name!r}.{nearest(name, self.modules)}"
-            )
+            kind = type(self.model).__name__
+            if len(self.modules) == 1:
+                raise SplitError(f"{argument}={name!r}: {kind} holds no other modules, so it cannot be cut.")
+            raise SplitError(f"{argument}={name!r}: {kind} has no such module.{nearest(name, self.modules, 'modules')}")
         return self.modules[name]
 
     def first(self, module: nn.Module) -> str:
@@ -86,7 +81,11 @@ def choose_units(
         else:
             found = [module for module in model.modules() if isinstance(module, unit)]
             if not found:
-                raise SplitError(f"units: {type(model).__name__} holds no module of class {unit.__name__}.")
+                kinds = sorted({type(module).__name__ for module in model.modules()})
+                raise SplitError(
+                    f"units: {type(model).__name__} holds no module of class {unit.__name__}."
+                    f"{nearest(unit.__name__, kinds, 'classes')}"
+                )
         whole |= {id(module) for module in found}
     inside = {id(child) for key in whole for child in names.modules[names.of[key][0]].modules()} - whole
     whole -= inside  # a Block inside a Block: the outer one stays whole

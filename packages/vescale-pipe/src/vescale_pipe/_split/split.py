@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from .values import Node, Recording, Value
 __all__ = ["split"]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+SHOWN = 12
 Costs = Literal["auto", "parameters"] | Sequence[float] | Mapping[str, float]
 
 
@@ -67,8 +69,10 @@ def split(
     """
     if (at is None) == (num_stages is None):
         raise SplitError("split: give either at=[names of modules] or num_stages=, not both or none.")
-    if num_stages is not None and num_stages < 1:
-        raise SplitError(f"split: num_stages is {num_stages}; it must be at least 1.")
+    if num_stages is not None and (not isinstance(num_stages, int) or num_stages < 1):
+        raise SplitError(f"split: num_stages is {num_stages!r}; it must be a whole number from 1.")
+    if not isinstance(model, nn.Module):
+        raise SplitError(f"split: model is a {type(model).__name__}; it must be a module (nn.Module).")
     if isinstance(at, str):
         at = [at]
     names = Names(model)
@@ -76,11 +80,31 @@ def split(
     _warn_of_hooks(names, opened)
     recipe = _Recipe(names, chosen, opened)
     args, kwargs = tuple(example_args), dict(example_kwargs or {})
-    recording, mode = record(names, chosen, opened, args, kwargs, count_flops=num_stages is not None)
+    try:
+        recording, mode = record(names, chosen, opened, args, kwargs, count_flops=num_stages is not None)
+    except TypeError as error:
+        reason = _misfit(model, args, kwargs)
+        if reason is None:
+            raise
+        raise SplitError(
+            f"split: {type(model).__name__}.forward cannot be called with the example: {reason}. Give example_args and "
+            "example_kwargs, or the arguments of the engine's call, as the model takes them."
+        ) from error
     costs_of = _costs(recording, names, costs) if num_stages is not None else {}
     if num_stages is not None:
-        at = _balanced(recording, costs_of, num_stages)
+        at = _balanced(recording, names, costs_of, num_stages)
     return recipe.graph(recording, mode, tuple(at or ()), costs_of, args, kwargs)
+
+
+def _misfit(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Return why a forward does not take some arguments; None if it does."""
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        return str(error)
+    except ValueError:  # compiled code does not say what it takes
+        return None
+    return None
 
 
 def _warn_of_hooks(names: Names, opened: set[int]) -> None:
@@ -238,13 +262,20 @@ def _costs(recording: Recording, names: Names, costs: Costs) -> dict[str, float]
     return total if any(total.values()) else sizes
 
 
-def _balanced(recording: Recording, costs: dict[str, float], num_stages: int) -> list[str]:
+def _balanced(recording: Recording, names: Names, costs: dict[str, float], num_stages: int) -> list[str]:
     """Return the modules at which stages begin."""
     first = _first_calls(recording)
     if len(first) < num_stages:
+        kind = type(names.model).__name__
+        if len(names.modules) == 1:
+            raise SplitError(
+                f"num_stages={num_stages}: {kind} holds no other modules, and stages are made of whole modules, so it "
+                "cannot be cut. Put its parts into modules, or use one stage."
+            )
+        some = ", ".join(str(node.module) for node in first[:SHOWN]) + (", ..." if len(first) > SHOWN else "")
         raise SplitError(
-            f"num_stages={num_stages}: the model has only {len(first)} modules to divide "
-            f"({', '.join(str(node.module) for node in first)}). Use fewer stages, or name smaller modules in `units`."
+            f"num_stages={num_stages}: {kind} has only {len(first)} modules to divide ({some}). Use fewer stages, or "
+            "name smaller modules in `units`."
         )
     borders = _borders(recording, [node.number for node in first])
     starts = partition([costs[str(node.module)] for node in first], num_stages, borders)

@@ -1,4 +1,4 @@
-"""Command line: `python -m vescale_pipe timeline merge | summary | plot FILES`."""
+"""Command line: `python -m vescale_pipe timeline merge | summary | report | plot FILES`."""
 
 from __future__ import annotations
 
@@ -22,14 +22,17 @@ def add_timeline(commands: Any) -> None:
     actions = own.add_subparsers(dest="action", required=True)
     merge = actions.add_parser("merge", help="write one trace for Perfetto (ui.perfetto.dev) and chrome://tracing")
     summary = actions.add_parser("summary", help="tell who was at what for how long, and which ranks are stragglers")
+    report = actions.add_parser("report", help="tell which ranks and links make steps slow, and the bubble")
     plot = actions.add_parser("plot", help="draw one step")
-    for parser in (merge, summary, plot):
+    for parser in (merge, summary, report, plot):
         parser.add_argument("files", nargs="+", help="files that ranks have written, or folders of them")
         parser.add_argument(
             "--no-tighten", action="store_true", help="leave clocks as they were read, even where messages contradict"
         )
     merge.add_argument("-o", "--output", default="trace.json.gz", help="file to write (default: %(default)s)")
-    summary.add_argument("--axis", default="pp", help="mesh axis of the pipeline (default: %(default)s)")
+    for parser in (summary, report):
+        parser.add_argument("--axis", default=None, help="mesh axis of the pipeline (default: pp, or the only one)")
+    report.add_argument("--rank", type=int, default=None, help="only this one (default: all)")
     plot.add_argument("-o", "--output", default=None, help="file to write: .svg, .png or .txt (default: to the screen)")
     plot.add_argument("--step", type=int, default=None, help="number of the step (default: the last whole one)")
     own.set_defaults(run=run_timeline)
@@ -53,11 +56,18 @@ def run_timeline(args: argparse.Namespace) -> str:
     if args.action == "plot":
         return _plot(merged, args.step, args.output)
     from .report import report
-    from .tables import summary
+    from .tables import report_text, summary
 
+    if args.action == "report":
+        return report_text(report(merged, axis=args.axis), args.rank)
     text = summary(merged)
     if any(span.is_action for one in merged.ranks for span in one.spans):
-        text += "\n\n" + str(report(merged, axis=args.axis))
+        try:
+            text += "\n\n" + str(report(merged, axis=args.axis))
+        except ValueError as error:
+            if args.axis is not None:
+                raise
+            text += f"\n\nnote: no report, {error}"
     return text
 
 

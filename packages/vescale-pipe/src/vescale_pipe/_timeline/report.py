@@ -15,6 +15,8 @@ from .work import Baseline, Work, baselines, covered, works
 
 __all__ = ["LinkReport", "RankReport", "Report", "report"]
 
+USUAL = "pp"
+"""Axis of a mesh along which pipelines go, if nothing else is said."""
 SLOW = 1.1
 """Ranks that take so many times what they should are stragglers."""
 RUNS = 4096
@@ -108,7 +110,7 @@ class Report:
 def report(
     what: Merged | Iterable[str | PathLike[str] | Timeline] | str | PathLike[str],
     *,
-    axis: str = "pp",
+    axis: str | None = None,
     edges: Iterable[tuple[int, int]] | None = None,
 ) -> Report:
     """Find out which ranks and links make the steps of a pipeline slow.
@@ -119,13 +121,14 @@ def report(
 
     Args:
         what: a merged timeline, or what `merge` takes.
-        axis: of the mesh, along which the pipeline goes.
+        axis: of the mesh, along which the pipeline goes; None: "pp", or the only one.
         edges: (producer stage, consumer stage); None: each gives to the next.
 
     Raises:
-        ValueError: as `merge` does; or there is no action of a schedule in it.
+        ValueError: as `merge` does; or there is no action of a schedule in it; or the mesh has no such axis.
     """
     merged = what if isinstance(what, Merged) else merge(what)
+    axis = chosen_axis(merged, axis)
     some = works(merged)
     if not some:
         raise ValueError("the timeline has no actions of a schedule, so that there is nothing to compare.")
@@ -155,6 +158,29 @@ def report(
         _paper_bubble(chosen),
         tuple(notes),
     )
+
+
+def chosen_axis(merged: Merged, axis: str | None) -> str:
+    """Return the axis of the mesh along which the pipeline goes.
+
+    Args:
+        merged: all ranks.
+        axis: that was asked for; None: "pp", or the only one.
+
+    Raises:
+        ValueError: there is no such axis, or it is not clear which is meant.
+    """
+    axes = tuple(dict.fromkeys(name for one in merged.ranks for name in one.coordinates))
+    if axis in axes or (not axes and axis in (None, USUAL)):
+        return axis or USUAL
+    if not axes:
+        raise ValueError(f"axis: {axis!r} given; this timeline was recorded without a mesh (mesh= of start or record).")
+    listed = ", ".join(axes)
+    if axis is not None:
+        raise ValueError(f"axis: {axis!r} given; the mesh of this timeline has {listed}.")
+    if USUAL in axes or len(axes) == 1:
+        return USUAL if USUAL in axes else axes[0]
+    raise ValueError(f"axis: the mesh of this timeline has {listed}, none called {USUAL!r}: name that of the pipeline.")
 
 
 def _spread(some: list[list[Pipeline]], most: int) -> list[list[Pipeline]]:

@@ -91,8 +91,20 @@ def _name_row(what: tuple[str, str], lengths: Sequence[int]) -> tuple[str, ...]:
     return f"{what[0]}: {what[1]}", str(len(lengths)), number(total, "s"), mean, longest
 
 
-def report_text(report: Report) -> str:
-    """Return a report as text; its first line names who is to blame."""
+def report_text(report: Report, rank: int | None = None) -> str:
+    """Return a report as text; its first line names who is to blame.
+
+    Args:
+        report: of all ranks.
+        rank: the only one to show, with its links; None: all.
+
+    Raises:
+        ValueError: there is no such rank.
+    """
+    shown = [one for one in report.ranks if rank in (None, one.rank)]
+    if not shown:
+        there = ", ".join(str(number) for number in sorted(one.rank for one in report.ranks))
+        raise ValueError(f"rank: {rank} given; the timeline has ranks {there}.")
     lengths = list(report.steps.values())
     mean = sum(lengths) / len(lengths)
     lines = [_verdict(report, mean), ""]
@@ -105,7 +117,7 @@ def report_text(report: Report) -> str:
         parts.append(f"1F1B on paper {report.paper_bubble:.1%}")
     lines += [", ".join(parts), ""]
     rows = [("rank", "busy a step", "slowdown", "excess a step", "blame a step", "trend", "compared with")]
-    for one in report.ranks:
+    for one in shown:
         blame = "-" if one.blame is None else seconds(one.blame)
         rows.append(
             (
@@ -119,10 +131,11 @@ def report_text(report: Report) -> str:
             )
         )
     lines += table(rows)
-    if report.links:
+    some = [link for link in report.links if rank is None or rank in (link.src, link.dst)]
+    if some:
         links = [
             (f"{link.src} to {link.dst}", str(link.messages), seconds(link.median), seconds(link.total))
-            for link in report.links[:MOST_LINKS]
+            for link in some[:MOST_LINKS]
         ]
         lines += ["", *table([("link", "messages", "median wait", "wait a step"), *links])]
     return "\n".join([*lines, *_notes(report.notes)])

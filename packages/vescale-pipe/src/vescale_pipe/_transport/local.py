@@ -11,7 +11,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import RankError, TransportError
+from ..errors import TransportError
+from .failure import rank_error
 from .interface import Label
 from .message import local_copy
 
@@ -113,7 +114,7 @@ class LocalTransport:
             while key not in hub.boxes:
                 if hub.failure is not None:
                     rank, text = hub.failure
-                    raise RankError(f"rank {self.rank} waited for {self.label(key[2])}; rank {rank} failed:\n{text}")
+                    raise rank_error(rank, text, self.rank, self.label(key[2]))
                 left = end - time.monotonic()
                 if left <= 0:
                     raise TransportError(

@@ -14,16 +14,17 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
+from torch.distributed import FileStore, distributed_c10d  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from ..errors import RankError, TransportError
-from .failure import FailureBoard
+from .failure import FailureBoard, rank_error
+from .links import Links, connect
 from .message import ALIGN, Layout, describe
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ FIRST = 1024
 PARTS = 3
 # Seconds that ranks have to meet, which may be more than a message may take: some load models meanwhile.
 MEET = 300.0
+# In the errors of a group that cannot send or receive at all, as when the other end is gone already.
+GLOO = "gloo/"
 
 
 class _Calls(Protocol):
@@ -52,6 +55,23 @@ class _Calls(Protocol):
     def send(self, tensors: list[Tensor], dst: int, tag: int, /) -> Work: ...
 
     def recv(self, tensors: list[Tensor], src: int, tag: int, /) -> Work: ...
+
+
+class _Linked:
+    """A process group whose first parts of messages go over links, to ranks that have one."""
+
+    def __init__(self, group: _Calls, links: Links) -> None:
+        self._group = group
+        self._links = links
+        self.rank, self.size = group.rank, group.size
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int, /) -> Any:
+        link = self._links.get(dst) if tag % PARTS == 0 else None
+        return self._group.send(tensors, dst, tag) if link is None else link.send(tag, tensors[0])
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int, /) -> Any:
+        link = self._links.get(src) if tag % PARTS == 0 else None
+        return self._group.recv(tensors, src, tag) if link is None else link.post(tag, tensors[0])
 
 
 class _Slot:
@@ -101,9 +121,7 @@ class _Sent:
                 work.wait(self._owner.limit)
         except RuntimeError as error:
             work = None  # tracebacks keep this frame, and what waits keeps the connection
-            raise self._owner.failure(
-                error, f"{self._owner.label(self._tag)} to rank {self._peer}", self._peer
-            ) from error
+            self._owner.fail(error, f"{self._owner.label(self._tag)} to rank {self._peer}", self._peer)
         self._owner.pending.discard(self)
         self.works = []
         self._buffers = []
@@ -140,7 +158,7 @@ class _Expected:
             work = None  # as above
             if isinstance(error, TransportError | RankError):
                 raise
-            raise owner.failure(error, f"{owner.label(self._tag)} from rank {self._peer}", self._peer) from error
+            owner.fail(error, f"{owner.label(self._tag)} from rank {self._peer}", self._peer)
 
 
 class GroupTransport:
@@ -152,15 +170,19 @@ class GroupTransport:
         board: where the first failure stands.
         device: that received tensors are put on.
         timeout: seconds that a wait may take.
+        links: to ranks on the same host, for short messages.
     """
 
-    def __init__(self, group: ProcessGroup, board: FailureBoard, device: torch.device, timeout: float) -> None:
+    def __init__(
+        self, group: ProcessGroup, board: FailureBoard, device: torch.device, timeout: float, links: Links
+    ) -> None:
         self.rank = group.rank()
         self.size = group.size()
         self.label: Label = str
         self.pending: set[_Sent | _Expected] = set()
         """Calls under way: the group ends only when they are dropped."""
-        self._group: _Calls | None = group
+        self._group: _Calls | None = _Linked(group, links) if len(links) else group
+        self._links = links
         self._board = board
         self._device = device
         self._staged = device.type != "cpu"
@@ -180,16 +202,20 @@ class GroupTransport:
             tensors = [one.detach().cpu() for one in tensors]
         layout = slot.layout
         base = tag * PARTS
-        if layout is not None and layout.signature == signature:
-            if layout.packed:
+        try:
+            if layout is None or layout.signature != signature:
+                buffers, works = self._send_changed(group, dst, base, slot, Layout(signature), tensors)
+            elif layout.packed:
                 buffers = [layout.pack(slot.word, tensors)]
                 works = [group.send(buffers, dst, base)]
             else:
                 buffers = [slot.word, *layout.flat(tensors)]
                 works = [group.send(buffers[:1], dst, base)]
                 works += [group.send([one], dst, base + 2) for one in buffers[1:] if one.numel()]
-        else:
-            buffers, works = self._send_changed(group, dst, base, slot, Layout(signature), tensors)
+        except RuntimeError as error:
+            if GLOO not in str(error):
+                raise
+            self.fail(error, f"{self.label(tag)} to rank {dst}", dst)
         sent = _Sent(self, dst, tag, buffers, works)
         self.pending.add(sent)
         return sent
@@ -230,12 +256,17 @@ class GroupTransport:
             slot = self._seen[src, tag] = _Slot()
         base = tag * PARTS
         first = torch.empty(slot.room, dtype=torch.uint8)
-        works = [group.recv([first], src, base)]
         layout = slot.layout
         buffers: list[Tensor] = []
-        if layout is not None and not layout.packed:
-            buffers = layout.empty(first.device)
-            works += [group.recv([one], src, base + 2) for one in buffers if one.numel()]
+        try:
+            works = [group.recv([first], src, base)]
+            if layout is not None and not layout.packed:
+                buffers = layout.empty(first.device)
+                works += [group.recv([one], src, base + 2) for one in buffers if one.numel()]
+        except RuntimeError as error:
+            if GLOO not in str(error):
+                raise
+            self.fail(error, f"{self.label(tag)} from rank {src}", src)
         expected = _Expected(self, src, tag, first, buffers, works)
         self.pending.add(expected)
         return expected
@@ -287,6 +318,11 @@ class GroupTransport:
             work.wait(self.limit)
         return layout, first, buffers
 
+    def fail(self, error: RuntimeError, what: str, peer: int) -> NoReturn:
+        """Raise what `failure` says; where another rank failed, what the process group said here is of no use."""
+        found = self.failure(error, what, peer)
+        raise found from None if isinstance(found, RankError) else error
+
     def failure(self, error: RuntimeError, what: str, peer: int) -> Exception:
         """Return what to raise where a call failed: the first failure of any rank if it is known.
 
@@ -299,14 +335,20 @@ class GroupTransport:
         known = self._board.first()
         if known is not None:
             rank, text = known
-            return RankError(f"rank {self.rank} waited for {what}; rank {rank} failed:\n{text}")
+            return rank_error(rank, text, self.rank, what)
         if "Timed out" in str(error):
             return TransportError(
                 f"rank {self.rank}: {what} did not come through within {self.limit.total_seconds():g} s (timeout=); "
                 f"rank {peer} is stuck, or much slower than that. {error}"
             )
+        store = ""
+        if self._board.lost:
+            store = (
+                " The store where the ranks met is gone too: unless a launcher keeps it, rank 0 is gone, and may have "
+                "been the first."
+            )
         return TransportError(
-            f"rank {self.rank}: {what} was lost, for rank {peer} is gone: it was killed, or ended early. {error}"
+            f"rank {self.rank}: {what} was lost, for rank {peer} is gone: it was killed, or ended early. {error}{store}"
         )
 
     def abort(self, error: str) -> None:
@@ -321,6 +363,7 @@ class GroupTransport:
     def close(self) -> None:
         """End the group, by dropping all that refers to it."""
         self._group = None
+        self._links.close()
         for one in self.pending:
             one.works = []
         self.pending.clear()
@@ -365,7 +408,11 @@ def open_transport(group: ProcessGroup | None, device: torch.device, timeout: fl
     name = f"vescale_pipe/{key}/{_opened[key]}"
     rank = ranks.index(dist.get_rank())
     own: Any = ProcessGroupGloo(PrefixStore(name, store), rank, len(ranks), timedelta(seconds=max(timeout, MEET)))
-    return GroupTransport(own, FailureBoard(PrefixStore(f"{name}/failed", store), rank, len(ranks)), device, timeout)
+    # Without a launcher the first of all ranks keeps the store, unless it is in a file.
+    keeps = dist.get_rank() == 0 and not isinstance(_innermost(store), FileStore)
+    board = FailureBoard(PrefixStore(f"{name}/failed", store), rank, len(ranks), keeps)
+    links = connect(PrefixStore(name, store), rank, len(ranks), timedelta(seconds=timeout))
+    return GroupTransport(own, board, device, timeout, links)
 
 
 _opened: dict[str, int] = {}
@@ -375,4 +422,11 @@ _opened: dict[str, int] = {}
 def _store() -> Store:
     """Return the store that the processes met at; torch has no public name for it."""
     store: Store = distributed_c10d._get_default_store()
+    return store
+
+
+def _innermost(store: Store) -> Store:
+    """Return the store inside of those that add prefixes."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
     return store
