@@ -27,7 +27,12 @@ FOLDERS = {name: ROOT / "packages" / f"vescale-{name}" for name in PACKAGES}
 TORCH = os.environ.get("VESCALE_TORCH", "torch==2.13.0")
 CPU_INDEX = "https://download.pytorch.org/whl/cpu/"
 BUILD_TOOLS = ["build>=1.2", "hatchling>=1.27"]
-TEST_TOOLS = ["expecttest>=0.2", "hypothesis>=6.100", "numpy>=1.26", "pytest>=8.3", "pytest-timeout>=2.3"]
+TEST_TOOLS = [
+    *("expecttest>=0.2", "hypothesis>=6.100", "numpy>=1.26"),
+    *("pytest>=8.3", "pytest-timeout>=2.3", "pytest-xdist>=3.6"),
+]
+WORKERS = ["-n", str(max(2, (os.cpu_count() or 2) // 2)), "--dist", "loadfile"]
+"""Ranks of a test wait for each other much of the time, so two files at once make use of two cores."""
 ENVIRONMENT = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
 
 
@@ -44,7 +49,7 @@ def tests(session: nox.Session) -> None:
     """Run the whole test suite with all packages installed; arguments after -- go to pytest."""
     extra = ["matplotlib>=3.8", "transformers>=5.0"]
     install(session, TEST_TOOLS + extra, editable(*PACKAGES, testing=True))
-    session.run("python", "-m", "pytest", *session.posargs, env=ENVIRONMENT)
+    session.run("python", "-m", "pytest", *(session.posargs or WORKERS), env=ENVIRONMENT)
 
 
 @nox.session
@@ -62,7 +67,7 @@ def alone(session: nox.Session, package: str) -> None:
     tools = shared_environment(session, "test-tools", *TEST_TOOLS)
     paths = [ROOT / "testing" / "src", tools]
     session.run(
-        "python", "-m", "pytest", *(session.posargs or [str(FOLDERS[package] / "tests")]),
+        "python", "-m", "pytest", *(session.posargs or [*WORKERS, str(FOLDERS[package] / "tests")]),
         env={**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(map(str, paths))},
     )  # fmt: skip
 
@@ -123,8 +128,8 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def drills(session: nox.Session) -> None:
-    """Kill savers and flip bits of checkpoints, 200 times each: nothing may be lost, nothing wrong be loaded."""
-    install(session, editable("ckpt"))
+    """Kill savers and ranks of pipelines, flip bits of checkpoints: nothing may be lost, loaded wrong, or hang."""
+    install(session, editable("ckpt", "pipe"))
     for script in sorted((ROOT / "drills").glob("[!_]*.py")):
         if not session.posargs or script.stem in session.posargs:
             session.run("python", str(script), env=ENVIRONMENT)

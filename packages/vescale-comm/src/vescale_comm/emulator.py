@@ -13,6 +13,9 @@ functions of the tensors of all ranks; `orders` has the backends by name.
 
     print(compare(emulate(step, 64, "gloo"), emulate(step, 64, "canonical")))
 
+That prints None: gradients add in the order of ranks, whatever the backend does. With `order="native"` and
+`transport="native"` the line names the first all_reduce that differs.
+
 On real processes `record` works the same, and `recording.gather()` brings the recordings of all ranks together.
 """
 

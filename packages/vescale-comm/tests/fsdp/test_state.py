@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from vescale_comm._fsdp import full_parameters, fully_shard, load_optimizer_state, optimizer_state
+from vescale_comm._plan import Whole
 from vescale_comm._shards import ShardTensor
 from vescale_comm.emulator import emulate
 from vescale_comm.errors import MismatchError
@@ -76,6 +77,26 @@ def test_state_dicts_of_submodules() -> None:
         model.blocks[0].load_state_dict(part, strict=True)
 
     emulate(on_rank, 2, "canonical")
+
+
+def test_only_tied_parameters_are_the_same_memory() -> None:
+    def run(rank: int) -> tuple[set[tuple[str, ...]], int]:
+        model = fully_shard(make(), granularity=Whole())
+        model(torch.arange(4)).sum().backward()
+        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer.step()
+        values = {name: value for name, value in model.state_dict().items() if isinstance(value, ShardTensor)}
+        for name, state in optimizer_state(optimizer)["state"].items():
+            values |= {f"{name} {key}": value for key, value in state.items() if isinstance(value, ShardTensor)}
+        places: dict[Any, list[str]] = {}
+        for name, value in values.items():
+            places.setdefault((value.untyped_storage()._cdata, value.storage_offset()), []).append(name)
+        same = {tuple(names) for names in places.values() if len(names) > 1}
+        return same, sum(not value.numel() for value in values.values())
+
+    found = emulate(run, 3)
+    assert [same for same, _ in found] == [{("embed.weight", "head.weight")}] * 3
+    assert max(empty for _, empty in found) > 3  # a rank has nothing of several
 
 
 def test_loading_whole_tensors_and_own_shards() -> None:

@@ -50,7 +50,8 @@ def test_what_is_wrong_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixt
         (("llama-3-8b", "--world", "4", "--block", "much"), "'much' is no block: write 128x128"),
         (("llama-3-8b", "--world", "4", "--block", "0x4"), "is no block: it holds 1 element or more"),
         (("llama-3-8b", "--world", "4", "--block", "w9=whole"), "'w9' matches no parameter"),
-        ((str(tmp_path / "none.json"), "--world", "4"), "none.json"),
+        (("llama-3-8b", "--world", "4", "--block", "(=whole"), "'(' is no regular expression"),
+        ((str(tmp_path / "none.json"), "--world", "4"), "none.json' is no file and no model; models are "),
     ):
         status, out, err = run(capsys, "plan", *words)
         assert (status, out) == (1, "")

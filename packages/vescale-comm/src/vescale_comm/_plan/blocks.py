@@ -147,7 +147,7 @@ def rules_for(names: Sequence[str], blocks: Blocks) -> list[Rule]:
     """
     if not isinstance(blocks, Mapping):
         return [blocks] * len(names)
-    patterns = [(re.compile(pattern), rule) for pattern, rule in blocks.items()]
+    patterns = [(_compiled(pattern), rule) for pattern, rule in blocks.items()]
     unused = {pattern.pattern for pattern, _ in patterns}
     found: list[Rule] = []
     for name in names:
@@ -185,3 +185,10 @@ def _check_storage(rule: Rule, shape: Sequence[int], storage: Storage, allowed: 
             f"{rule} of shape {tuple(shape)} is not contiguous when stored {storage.value}: "
             f"choose from {', '.join(kind.value for kind in allowed)}."
         )
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise PlanError(f"The pattern {pattern!r} is no regular expression: {error}.") from None

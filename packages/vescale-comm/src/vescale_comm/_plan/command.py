@@ -58,9 +58,12 @@ def _worlds(text: str) -> list[int]:
 
 
 def _plan(args: argparse.Namespace) -> str:
+    from ..errors import PlanError
     from .models import MODELS, model_units, read_units
     from .search import plan_model
 
+    if args.model not in MODELS and not Path(args.model).exists():
+        raise PlanError(f"{args.model!r} is no file and no model; models are {', '.join(MODELS)}.")
     units = model_units(args.model) if args.model in MODELS else read_units(Path(args.model))
     blocks, knobs = _blocks(args.block), _knobs(args)
     if len(args.world) == 1:
