@@ -167,7 +167,9 @@ def test_a_list_with_values_beside_tensors():
         ck.load(saved({"v": [1, None]}), {"v": [1, torch.ones(1)]})
 
 
-@pytest.mark.parametrize("keys", ["modle.*", ["a.b", "c"], lambda name: False, []], ids=str)
+@pytest.mark.parametrize(
+    "keys", ["modle.*", ["a.b", "c"], lambda name: False, []], ids=["pattern", "names", "function", "nothing"]
+)
 def test_keys_that_choose_nothing_are_an_error(keys):
     storage = saved({"model": {"w": torch.ones(2)}})
     state = {"model": {"w": torch.zeros(2)}}

@@ -80,7 +80,6 @@ def test_modules_and_optimizers_are_stateful():
         ({}, False),
         (None, False),
     ],
-    ids=str,
 )
 def test_is_stateful(value, answer):
     assert is_stateful(value) is answer

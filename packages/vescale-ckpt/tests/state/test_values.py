@@ -87,7 +87,7 @@ def test_values_come_back(value):
         torch.device("meta"),
         set(),
         frozenset({(1, ("a", b"b")), frozenset({1.5})}),
-        {torch.float32, torch.int8},
+        pytest.param({torch.float32, torch.int8}, id="dtypes"),
         {math.inf},
         collections.Counter([7, 3, 3, "a", (1, 2.5)]),
         collections.Counter({"gone": -2, "zero": 0}),

@@ -31,7 +31,7 @@ def test_within_a_block_the_default_generator_is_none() -> None:
         assert who_draws(other) is other
 
 
-@pytest.mark.parametrize("generator", [5, "cpu", random.Random(1), torch.Generator], ids=str)
+@pytest.mark.parametrize("generator", [5, "cpu", random.Random(1), torch.Generator])
 def test_what_is_no_generator(generator: Any) -> None:
     with pytest.raises(TypeError, match=r"generator: expected a torch.Generator, or a PortableGenerator"):
         who_draws(generator)
