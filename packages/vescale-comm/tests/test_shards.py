@@ -1,6 +1,7 @@
 """Runs of elements as boxes, and tensors that tell which elements of a whole they hold."""
 
 import copy
+import io
 import itertools
 import pickle
 
@@ -70,3 +71,17 @@ def test_parts_without_elements_do_not_look_like_ties() -> None:
     places = {part.untyped_storage()._cdata for part in (*parts, memory)}
     assert len(places) == 3
     assert [tuple(part.shape) for part in parts] == [(0,), (0,)]
+
+
+def test_a_saved_shard_is_loaded_by_the_default_of_torch() -> None:
+    part = ShardTensor.make(torch.arange(4.0), whole_of((2, 3)), 1, 5)
+    file = io.BytesIO()
+    torch.save({"part": part, "twice": part}, file)
+    file.seek(0)
+    found = torch.load(file, weights_only=True)
+    other = found["part"]
+    assert isinstance(other, ShardTensor)
+    assert (other.global_shape, other.boxes) == (part.global_shape, part.boxes)
+    assert all(isinstance(box, Box) for box in other.boxes)
+    assert torch.equal(other.plain(), part.plain())
+    assert found["twice"].data_ptr() == other.data_ptr()

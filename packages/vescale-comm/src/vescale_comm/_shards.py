@@ -114,6 +114,10 @@ class ShardTensor(Tensor):
         return f"ShardTensor({self.plain().numel()} of {list(self.global_shape)}, {self.plain()!r})"
 
 
+# So that torch.load reads saved states of ours with weights_only=True, its default.
+torch.serialization.add_safe_globals([ShardTensor, Box])
+
+
 def layout_of_shard(tensor: Tensor) -> ShardLayout | None:
     """Return the layout of a `ShardTensor`; None for other tensors. Communicates nothing."""
     if not isinstance(tensor, ShardTensor):

@@ -11,7 +11,9 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._arguments import check_dtypes, check_granularity, check_module, check_prefetch
 from .._plan import Blocks
+from .._taken import refuse_taken
 from .._transport import Transport
 from ..errors import PlanError
 from .build import Options, build, check_same, plan_units
@@ -50,6 +52,9 @@ def fully_shard(
     parameters of a unit are gathered before its forward and its backward; its gradients are reduced as soon as they
     are complete. Ranks may use different units and parameters.
 
+    Clip with `vescale_comm.clip_grad_norm_`. That of torch sees the shards of its own rank only: each rank would get
+    another norm and scale by another factor, without an error.
+
     Args:
         module: the whole model; submodules are sharded with it.
         mesh_or_group: the ranks: a group, a mesh of one axis, or one of two, (replicas, shards). None: all ranks.
@@ -77,7 +82,9 @@ def fully_shard(
         The same module.
 
     Raises:
-        PlanError: an argument that makes no sense, or a parameter that cannot be sharded.
+        PlanError: an argument that makes no sense, or a parameter that cannot be sharded, or whose gradients
+            something else reduces already.
+        TypeError: an argument of another type.
         MismatchError: the ranks pass different modules or arguments.
 
     Example:
@@ -92,10 +99,13 @@ def fully_shard(
         >>> optimizer.step()
         >>> dist.destroy_process_group()
     """
+    check_module("fully_shard", module)
     if any(inner in _engines for inner in module.modules()):
         raise PlanError("module: it, or a module inside of it, is sharded already; call fully_shard once, on the root.")
-    if prefetch < 0:
-        raise PlanError(f"prefetch: expected a number of units, 0 or more, but got {prefetch}.")
+    refuse_taken("fully_shard", module, module.named_parameters())
+    check_prefetch(prefetch)
+    check_granularity(granularity)
+    check_dtypes(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     groups = groups_of(mesh_or_group)
     options = Options(granularity, not reshard_after_forward, param_dtype, reduce_dtype, average, offload, check_finite)
     planned = plan_units(module, choose_units(module, units), groups.shard.size(), options)

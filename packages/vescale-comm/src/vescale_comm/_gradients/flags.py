@@ -13,11 +13,12 @@ import torch
 
 from .._transport import Transport, Work
 
-__all__ = ["BAD", "FAILED", "LATE", "ORDER", "USED", "WEIGHTED", "Flags", "Row"]
+__all__ = ["BAD", "CHANGED", "FAILED", "LATE", "ORDER", "USED", "WEIGHTED", "Flags", "Row"]
 
 HEADER = struct.Struct("<B7xd8s")
-FAILED, WEIGHTED, ORDER = 1, 2, 4
-"""Of a rank: its backward did not end; gradients are weighted; it knows a better order of the parameters."""
+FAILED, WEIGHTED, ORDER, CHANGED = 1, 2, 4, 8
+"""Of a rank: its backward did not end; gradients are weighted; it knows a better order of the parameters;
+its parameters were written to since the window before."""
 USED, BAD, LATE = 1, 2, 4
 """Of a parameter: it has a gradient; which is not finite; or came when its bucket was already gone."""
 
@@ -27,7 +28,7 @@ class Row:
     """What one rank says."""
 
     state: int
-    """Any of FAILED, WEIGHTED, ORDER."""
+    """Any of FAILED, WEIGHTED, ORDER, CHANGED."""
     weight: float
     """By which its gradients were multiplied."""
     digest: bytes

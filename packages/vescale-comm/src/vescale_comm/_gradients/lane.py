@@ -95,6 +95,8 @@ class LaneState:
         by_name = {member.name: member for member in self.members}
         self.order = list(order) if order is not None else [member.name for member in reversed(self.members)]
         """Names, in the order in which backward is expected to finish them."""
+        self._version: int | None = None
+        self._scatter = options.scatter
         self.buckets: list[Bucket] = []
         if plans is None:
             plans = plan_members([by_name[name] for name in self.order], lane.transport.size, options)
@@ -115,6 +117,16 @@ class LaneState:
                 )
             )
         _check_cover(self.members, self.buckets)
+
+    def written(self) -> bool:
+        """Tell whether parameters were written to since the last call; never at the first one.
+
+        Where the buckets are of shards this is False: their optimizer takes all ranks along.
+        """
+        if self._scatter:
+            return False
+        before, self._version = self._version, sum([member.param._version for member in self.members])
+        return before not in (None, self._version)
 
     def clear(self) -> None:
         """Begin a window."""

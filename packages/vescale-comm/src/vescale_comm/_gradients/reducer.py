@@ -21,7 +21,7 @@ from .._transport import Transport
 from ..errors import CommError, TransportError
 from .backward import NO_TASK, BackwardWatch, current_task
 from .bucket import Bucket, Member
-from .flags import FAILED, LATE, ORDER, USED, WEIGHTED, Row
+from .flags import CHANGED, FAILED, LATE, ORDER, USED, WEIGHTED, Row
 from .hooks import Hooks, in_one_order
 from .lane import BucketOptions, Lane, LaneState, check_agreement, check_lanes, digest_of, lines_of
 from .memory import IN_FLIGHT
@@ -274,7 +274,7 @@ class GradientReducer:
         weight = 0.0 if self.weight is None else self.weight
         for state, order, digest in zip(self.lanes, self._orders, self._digests, strict=True):
             told = FAILED * self._failed | WEIGHTED * (self.weight is not None) | ORDER * (order is not None)
-            state.flags.send(Row(told, weight, digest, bytes(state.used)))
+            state.flags.send(Row(told | CHANGED * state.written(), weight, digest, bytes(state.used)))
         self._flushed = True
 
     def finish(self, now: bool = False) -> None:

@@ -9,7 +9,7 @@ import torch
 from ..errors import MismatchError, NotFiniteError
 from .agree import check_same
 from .bucket import Bucket
-from .flags import BAD, FAILED, LATE, USED, WEIGHTED, Row
+from .flags import BAD, CHANGED, FAILED, LATE, USED, WEIGHTED, Row
 from .lane import LaneState
 
 __all__ = ["judge", "late_buckets", "mark_bad", "used_somewhere"]
@@ -81,6 +81,13 @@ def judge(state: LaneState, rows: Sequence[Row], lines: Callable[[], Sequence[st
         raise MismatchError(
             f"The backward of {_ranks(failed)} raised an error, after reductions had begun. This step's gradients "
             "are dropped on all ranks; all may go on with the next one, after zero_grad()."
+        )
+    changed = [bool(row.state & CHANGED) for row in rows]
+    if len(set(changed)) > 1:
+        raise MismatchError(
+            f"Since the last reduction parameters were updated on {_ranks([r for r, c in enumerate(changed) if c])}, "
+            f"but not on {_ranks([r for r, c in enumerate(changed) if not c])}, so that ranks hold other values now. "
+            "Call optimizer.step() on all ranks or on none. This step's gradients are dropped on all ranks."
         )
     weighted = [bool(row.state & WEIGHTED) for row in rows]
     if len(set(weighted)) > 1:

@@ -100,6 +100,7 @@ def carry_over(old: Sequence[LaneState], new: Sequence[LaneState]) -> None:
     for state in new:
         if id(state) in kept:
             continue
+        state.written()  # from now on
         for bucket in state.buckets:
             bucket.finished = True  # what counts is that a gradient is the one that was given
             for member in bucket.members:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..errors import CommError
+from ..errors import PlanError
 
-__all__ = ["Group", "Params", "read_group", "read_groups", "refuse_reduced"]
+__all__ = ["Group", "Params", "check_class", "read_group", "read_groups"]
 
 Params = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[Mapping[str, Any]]
 OWN_KEYS = ("params", "param_names", "optimizer", "plan")
@@ -92,8 +92,8 @@ def _read(given: Mapping[str, Any], number: int, known: Mapping[int, str]) -> Gr
     if "params" not in given:
         raise ValueError(f'param_group {number}: has no "params", only {sorted(given)}.')
     cls = given.get("optimizer")
-    if cls is not None and not (isinstance(cls, type) and issubclass(cls, Optimizer)):
-        raise TypeError(f'param_group {number}: "optimizer" is {cls!r}; pass a subclass of torch.optim.Optimizer.')
+    if cls is not None:
+        check_class(f'param_group {number}: "optimizer"', cls)
     options = {key: value for key, value in given.items() if key not in OWN_KEYS}
     group = Group([], [], options, cls, given.get("plan"))
     for name, parameter in _named(given["params"], number, known):
@@ -130,32 +130,23 @@ def _check_distinct(groups: Iterable[Group]) -> None:
             by_id[id(parameter)], by_name[name] = name, 1
 
 
-def refuse_reduced(model: nn.Module | None, groups: Iterable[Group], owners: Mapping[Tensor, Any]) -> None:
-    """Refuse parameters whose gradients something else reduces already.
+def check_class(name: str, given: Any) -> None:
+    """Check what is to make updates.
 
     Args:
-        model: the model, if it is known.
-        groups: the groups.
-        owners: weak references to the optimizers that hold the gradients of parameters.
+        name: of the argument.
+        given: what the user gave.
 
     Raises:
-        ValueError: the model is wrapped for data parallelism, or a parameter has such an optimizer or is a shard.
+        TypeError: it is no class of optimizers.
+        PlanError: its steps call a closure themselves, so they would need whole parameters between the calls.
     """
-    from .._replicate import DistributedDataParallel, replicated
-
-    for module in () if model is None else model.modules():
-        wrapped = isinstance(module, (DistributedDataParallel, nn.parallel.DistributedDataParallel))
-        with contextlib.suppress(CommError):  # which is how it tells that it is not
-            wrapped = wrapped or replicated(module) is not None
-        if wrapped:
-            raise ValueError(
-                f"model: its {type(module).__name__} reduces gradients already. A sharded optimizer does that itself: "
-                f"pass the plain module."
-            )
-    for group in groups:
-        for name, parameter in zip(group.names, group.parameters, strict=True):
-            if hasattr(parameter, "vescale"):
-                raise ValueError(f"{name}: is a shard of fully_shard already; use an optimizer of torch for it.")
-            reference = owners.get(parameter)
-            if reference is not None and reference() is not None:
-                raise ValueError(f"{name}: another DistributedOptimizer has it already; close() that one first.")
+    if not (isinstance(given, type) and issubclass(given, Optimizer)):
+        what = f"the class {given.__name__}" if isinstance(given, type) else f"a value of type {type(given).__name__}"
+        raise TypeError(f"{name}: expected a subclass of torch.optim.Optimizer, the class itself, but got {what}.")
+    closure = inspect.signature(given.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise PlanError(
+            f"{name}: a step of {given.__name__} computes the loss several times, for which it needs whole parameters; "
+            f"it cannot be sharded. Run it under replicate, which leaves parameters whole."
+        )

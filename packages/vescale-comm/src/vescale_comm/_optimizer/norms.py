@@ -102,7 +102,10 @@ def clip_grad_norm_(
 
     Raises:
         CommError: the norm is not finite, if asked for.
+        ValueError: a limit below 0, or NaN.
     """
+    if not max_norm >= 0:  # NaN is not, either
+        raise ValueError(f"max_norm: expected a number of at least 0, but got {max_norm}.")
     terms = _terms(parameters)
     total = _total(terms, float(norm_type), error_if_nonfinite, tuple(groups))
     scale_terms(terms, (float(max_norm) / (total + EPSILON)).clamp(max=1.0))
@@ -130,6 +133,9 @@ def _terms(given: nn.Module | torch.optim.Optimizer | Tensor | Iterable[Tensor])
         parameters = list(given.parameters())
     else:
         parameters = [given] if isinstance(given, Tensor) else list(given)
+        for parameter in parameters:
+            if not isinstance(parameter, Tensor):
+                raise TypeError(f"parameters: expected tensors, but one is of type {type(parameter).__name__}.")
     terms: list[Term] = []
     held_by: dict[int, tuple[DistributedOptimizer, list[Tensor]]] = {}
     for parameter in parameters:

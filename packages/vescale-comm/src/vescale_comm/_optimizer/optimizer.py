@@ -10,18 +10,20 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._arguments import check_dtypes, check_megabytes
 from .._compress import compressor_factory
+from .._taken import give_up, refuse_taken, take
 from .._transport import Transport
 from ..errors import CommError
 from .bucketed import Buckets
-from .groups import OWN_KEYS, Group, Params, read_group, read_groups, refuse_reduced
+from .groups import OWN_KEYS, Group, Params, check_class, read_group, read_groups
 from .inner import Inner
 from .norms import Term, clip_grad_norm_, owners
 from .state import load_groups, load_states, states_of, whole_states
@@ -74,7 +76,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         **options: arguments of `optimizer_cls`. Where it has a fused implementation, that is the default on CUDA.
 
     Raises:
-        ValueError: an argument that makes no sense, no parameters, or a parameter given twice.
+        ValueError: an argument that makes no sense, no parameters, one given twice, or reduced by others already.
         PlanError: a plan under which the optimizer would compute something else.
         MismatchError: ranks disagree on parameters.
 
@@ -115,17 +117,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ) -> None:
         if zero not in (1, 2):
             raise ValueError(f"zero: expected 1 or 2, but got {zero!r}; for 3 use vescale_comm.fully_shard.")
-        if bucket_mb <= 0:
-            raise ValueError(f"bucket_mb: expected a positive number, but got {bucket_mb!r}.")
+        check_megabytes("bucket_mb", bucket_mb)
+        check_dtypes(main_dtype=main_dtype, accumulate_dtype=accumulate_dtype)
         if isinstance(params_or_model, nn.Module):
             if model is not None and model is not params_or_model:
                 raise ValueError("model: params_or_model is a model already; pass one of them.")
             model = params_or_model
-        if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, torch.optim.Optimizer)):
-            raise TypeError(f"optimizer_cls: expected a subclass of torch.optim.Optimizer, but got {optimizer_cls!r}.")
+        check_class("optimizer_cls", optimizer_cls)
         self._class, self._model, self._plan = optimizer_cls, model, plan
         self._groups = read_groups(params_or_model, model)
-        refuse_reduced(model, self._groups, owners)
+        refuse_taken("DistributedOptimizer", model, _named(self._groups))
         self._buckets = Buckets(
             group_or_mesh,
             transport,
@@ -170,6 +171,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for group in self._groups:
             for parameter in group.parameters:
                 owners[parameter] = reference
+            take(group.parameters, self)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters by the reduced gradients, and start to gather them.
@@ -292,7 +294,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return
         number = len(self._groups)
         group = read_group(param_group, number, self._model, self._groups)
-        refuse_reduced(None, [group], owners)
+        refuse_taken("DistributedOptimizer", None, _named([group]))
         self.finish_param_sync()
         self._groups.append(group)
         segments = self._buckets.add([group], number, self._class, self._plan)
@@ -377,6 +379,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for group in self._groups:
             for parameter in group.parameters:
                 owners.pop(parameter, None)  # type: ignore[no-untyped-call]
+            give_up(group.parameters, self)
+
+    def __getstate__(self) -> NoReturn:
+        raise CommError("A DistributedOptimizer holds connections and cannot be copied: make one, load state_dict().")
+
+
+def _named(groups: Sequence[Group]) -> Iterator[tuple[str, Tensor]]:
+    for group in groups:
+        yield from zip(group.names, group.parameters, strict=True)
 
 
 def _let_go(buckets: Buckets, hooks: WaitingHooks | None) -> None:

@@ -9,8 +9,11 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from .._arguments import check_module
+from .._taken import refuse_taken
 from .._transport import Transport
 from ..errors import CommError
+from .groups import reduced
 from .replica import Replica, ReplicaOptions
 
 __all__ = ["DistributedDataParallel"]
@@ -52,10 +55,12 @@ class DistributedDataParallel(nn.Module):
 
     Raises:
         MismatchError: the ranks have different parameters; the text names the first one.
+        PlanError: a pattern in `groups` that fits no parameter, or one whose gradients something else reduces already.
 
     Errors in `backward()`, which all are `CommError`s: `TransportError` if a rank is gone or did not come within the
-    time-out of the group, `MismatchError` if the backward of another rank failed or its parameters changed,
-    `NotFiniteError`. After the latter two all ranks can go on with the next step.
+    time-out of the group; `MismatchError` if the backward of another rank failed, its parameters became others, or only
+    some ranks updated theirs since the last window; `NotFiniteError`. After the latter two all ranks can go on with the
+    next step.
     """
 
     def __init__(
@@ -77,6 +82,7 @@ class DistributedDataParallel(nn.Module):
         check_finite: bool = False,
         manual: bool = False,
     ) -> None:
+        check_module("DistributedDataParallel", module)
         super().__init__()
         self.module = module
         """The module, with the same parameters as before."""
@@ -95,6 +101,7 @@ class DistributedDataParallel(nn.Module):
             check_finite=check_finite,
             manual=manual,
         )
+        refuse_taken("DistributedDataParallel", module, reduced(module, options.groups))
         self.replica = Replica(module, group_or_mesh, options)
         """Does the work; the same as `replicated(module)`."""
         self.register_state_dict_post_hook(_without_prefix)  # type: ignore[no-untyped-call]

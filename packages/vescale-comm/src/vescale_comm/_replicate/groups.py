@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,9 +15,9 @@ from torch.nn import Parameter
 from .. import _hooks
 from .._gradients import Lane, gather_bytes, is_plain, local_of
 from .._transport import Transport
-from ..errors import CommError
+from ..errors import CommError, PlanError
 
-__all__ = ["Groups", "group_of", "trainable"]
+__all__ = ["Groups", "group_of", "reduced", "trainable"]
 
 
 def group_of(group_or_mesh: Any) -> dist.ProcessGroup:
@@ -138,3 +139,35 @@ def _ranks_along(mesh: Any, axes: tuple[int, ...]) -> tuple[int, ...]:
 def trainable(module: nn.Module) -> list[tuple[str, Parameter]]:
     """Return the parameters of a module that require gradients, each once, in the order of the module."""
     return [(name, param) for name, param in module.named_parameters() if param.requires_grad]
+
+
+def reduced(module: nn.Module, others: Mapping[str, Any]) -> list[tuple[str, Parameter]]:
+    """Return the trained parameters that are reduced: all but those whose first fitting pattern has the group None.
+
+    Args:
+        module: whose parameters.
+        others: groups by patterns.
+
+    Raises:
+        PlanError: a pattern is no regular expression, or fits no parameter, so that what it meant would be reduced
+            over all ranks.
+    """
+    names = [name for name, _ in module.named_parameters()]
+    expressions = []
+    for pattern, group in others.items():
+        try:
+            expressions.append((re.compile(pattern), group))
+        except re.error as error:
+            raise PlanError(f"groups: the pattern {pattern!r} is no regular expression: {error}.") from None
+        if not any(map(expressions[-1][0].fullmatch, names)):
+            nearest = difflib.get_close_matches(pattern, names, 3, 0)
+            raise PlanError(
+                f"groups: the pattern {pattern!r} fits no parameter; it must fit a whole name, such as "
+                f"{', '.join(nearest)}."
+            )
+    found = []
+    for name, param in trainable(module):
+        groups = [group for expression, group in expressions if expression.fullmatch(name)]
+        if not groups or groups[0] is not None:
+            found.append((name, param))
+    return found

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from .._arguments import check_dtypes, check_megabytes, check_module
 from .._compress import compressor_factory
-from .._gradients import GradientReducer, local_of
+from .._gradients import GradientReducer, Lane, local_of
+from .._taken import give_up, refuse_taken, take
 from .._transport import Transport, transport
 from ..errors import CommError
-from .groups import Groups, group_of, trainable
+from .groups import Groups, group_of, reduced, trainable
 from .join import Joining, join
 from .same import make_same
 from .watch import ModuleWatch
@@ -53,6 +55,11 @@ class ReplicaOptions:
     """Whether to look for gradients that are not finite."""
     manual: bool = False
     """Whether only `finish_grad_sync` reduces."""
+
+    def __post_init__(self) -> None:
+        """Check what would go wrong far from here."""
+        check_megabytes("bucket_mb", self.bucket_mb)
+        check_dtypes(accumulate_dtype=self.accumulate_dtype)
 
 
 class Replica:
@@ -94,6 +101,7 @@ class Replica:
         self.reducer.divides = options.average
         self._taken = {id(param) for lane in lanes for _, param in lane.parameters}
         self._ignored = {id(param) for _, param in parameters} - self._taken
+        self._take(lanes)
         self._watch = ModuleWatch(module)
         self.joining: Joining | None = None
         """While ranks may run out of data."""
@@ -106,6 +114,9 @@ class Replica:
             make_same(self._groups.main, [one for one in frozen if id(one[1]) not in self._ignored])
             make_same(self._groups.main, module.named_buffers())
         self.attach(module)
+
+    def _take(self, lanes: Sequence[Lane]) -> None:
+        take((param for lane in lanes for _, param in lane.parameters), self)
 
     def _transport_of(self, group: dist.ProcessGroup) -> Transport:
         return transport(group, self.options.transport, order=self.options.order, device=self._device)
@@ -147,6 +158,7 @@ class Replica:
         self.reducer.update(lanes)
         self._taken = {id(param) for lane in lanes for _, param in lane.parameters}
         self._ignored |= {id(param) for param in new} - self._taken
+        self._take(lanes)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Only add up gradients on this rank in backwards that run inside; the next one outside reduces all."""
@@ -189,6 +201,7 @@ class Replica:
         """Take the data parallelism away again: hooks are removed, transports closed; all ranks must call it."""
         for handle in self._handles:
             handle.remove()
+        give_up((param for state in self.reducer.lanes for _, param in state.lane.parameters), self)
         self.reducer.close()
         self._groups.close()
 
@@ -262,9 +275,17 @@ def replicate(module: nn.Module, group_or_mesh: Any = None, **options: Any) -> n
 
     Raises:
         CommError: it is replicated already, or see `DistributedDataParallel`.
+        TypeError: an option that is not known, or of another type.
     """
+    check_module("replicate", module)
     if any(isinstance(hook, _Entry) for hook in module._forward_pre_hooks.values()):
         raise CommError(f"This {type(module).__name__} is replicated already; close that first: replicated(m).close().")
+    known = [one.name for one in fields(ReplicaOptions)]
+    for name in options:
+        if name not in known:
+            raise TypeError(f"replicate: there is no option {name!r}; the options are {', '.join(known)}.")
     forget_replica(module)
-    Replica(module, group_or_mesh, ReplicaOptions(**options))
+    chosen = ReplicaOptions(**{name: value for name, value in options.items() if value is not None})
+    refuse_taken("replicate", module, reduced(module, chosen.groups))
+    Replica(module, group_or_mesh, chosen)
     return module

@@ -160,7 +160,7 @@ class Engine:
         post = self.board.read(peer, run.number)
         if post.call != run.call:
             raise MismatchError(
-                f"Collective {run.number} of the transport is a {run.call} on rank {self.rank}, but a {post.call} on "
+                f"Collective {run.number} of the transport is {run.call} on rank {self.rank}, but {post.call} on "
                 f"rank {peer}. Every rank must call the same collectives in the same order."
             )
         return post
