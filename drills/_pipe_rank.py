@@ -11,9 +11,9 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+import _processes
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -56,15 +56,7 @@ class Job:
 
 def start(job: Job) -> list[multiprocessing.process.BaseProcess]:
     """Start a process for each rank."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["_pipe_rank"])
-    here = str(Path(__file__).parent)  # of which older Pythons do not tell the server
-    if here not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
-    processes = [context.Process(target=run, args=(job, rank), daemon=True) for rank in range(job.world)]
-    for process in processes:
-        process.start()
-    return list(processes)
+    return _processes.start(job.world, run, job, "_pipe_rank")
 
 
 def run(job: Job, rank: int) -> None:
