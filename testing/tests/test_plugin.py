@@ -220,6 +220,8 @@ def test_nothing_outlives_a_session_that_is_stopped(tmp_path: Path, number: sign
         env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
         stdout=subprocess.PIPE,
         text=True,
+        # Who was started in the background by a shell ignores it, and so would the child.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     deadline = time.monotonic() + 60
     while len(started := list(tmp_path.glob("started-*"))) < 2 and time.monotonic() < deadline:
