@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from vescale_comm._transport import PeerTransport, RankOrderTransport, rooms
 from vescale_comm._transport.rooms import Rooms
-from vescale_comm._transport.running import Message, Running
+from vescale_comm._transport.running import Message, Running, posted
 from vescale_comm.errors import TransportError
 
 
@@ -126,3 +126,16 @@ def test_messages_of_two_transports_do_not_meet(rank):
     assert other[0].item() == 8.0 - rank
     with pytest.raises(TransportError, match="all_reduce of 2 float32 needs a second group"):
         RankOrderTransport(dist.group.WORLD).all_reduce(torch.zeros(2))
+
+
+def test_what_the_backend_does_not_even_take_fails_where_it_is_waited_for():
+    def refuse():
+        raise RuntimeError("Connection closed by peer")
+
+    def steps():
+        yield [posted(refuse, "sending to", 3)]
+
+    running = Running(steps(), lambda message, error: TransportError(f"{message.verb} rank {message.peer}: {error}"))
+    with pytest.raises(TransportError, match="sending to rank 3: Connection closed by peer"):
+        running.wait()
+    assert running.finished

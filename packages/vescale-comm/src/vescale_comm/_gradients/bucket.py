@@ -283,14 +283,23 @@ class Bucket:
             self.buffer.mul_(weight)
         if not self.buffer.numel():
             return
-        if self.compressor is not None:
-            self._work = self.compressor.reduce(self.buffer, self.plan, self.transport, divisor, self.scatter)
-        elif self.scatter:
-            self._work = self.transport.reduce_scatter(self.buffer, divisor=divisor)
-        else:
-            self._work = self.transport.all_reduce(self.buffer, divisor=divisor)
+        try:
+            self._work = self._start(divisor)
+        except TransportError as error:
+            raise self._failed(error) from error
         operation = "reduce_scatter" if self.scatter else "all_reduce"
         self._work = watch(self._work, operation, lambda: label(self.names), self._sent, self.launched_at, span=False)
+
+    def _start(self, divisor: float) -> Work:
+        if self.compressor is not None:
+            compressed: Work = self.compressor.reduce(self.buffer, self.plan, self.transport, divisor, self.scatter)
+            return compressed
+        if self.scatter:
+            return self.transport.reduce_scatter(self.buffer, divisor=divisor)
+        return self.transport.all_reduce(self.buffer, divisor=divisor)
+
+    def _failed(self, error: TransportError) -> TransportError:
+        return TransportError(f"While gradients of {_span(self.names)} were reduced: {error}")
 
     def _sent(self) -> int:
         return int(getattr(self.compressor, "wire_bytes", self.buffer.nbytes))
@@ -328,7 +337,7 @@ class Bucket:
             if work is not None:
                 work.wait()
         except TransportError as error:
-            raise TransportError(f"While gradients of {_span(self.names)} were reduced: {error}") from error
+            raise self._failed(error) from error
         self.wait_ended = time.perf_counter()
         if self._memory is not None:
             self._memory.keep_shard()

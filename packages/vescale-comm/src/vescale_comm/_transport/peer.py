@@ -17,7 +17,7 @@ from .blame import Blame
 from .call import Call, broadcast_of, flat_buffer, flat_equal_parts, reduction
 from .interface import Work
 from .rooms import Rooms
-from .running import Message, Running, Steps
+from .running import Message, Running, Steps, posted
 from .sums import add_in_order
 
 if TYPE_CHECKING:
@@ -200,10 +200,10 @@ class PeerTransport:
         return ((self.rank + step) % self.size for step in range(1, self.size))
 
     def _send(self, tensor: Tensor, peer: int, tag: int) -> Message:
-        return Message(self._group.send([tensor], peer, tag), "sending to", peer)
+        return posted(lambda: self._group.send([tensor], peer, tag), "sending to", peer)
 
     def _receive(self, tensor: Tensor, peer: int, tag: int) -> Message:
-        return Message(self._group.recv([tensor], peer, tag), "receiving from", peer)
+        return posted(lambda: self._group.recv([tensor], peer, tag), "receiving from", peer)
 
 
 _instances: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import TransportError
 
-__all__ = ["Explain", "Message", "Running", "Steps"]
+__all__ = ["Explain", "Message", "Running", "Steps", "posted"]
 
 
 @dataclass(slots=True)
@@ -22,6 +22,31 @@ class Message:
     """What is done, such as "sending to"."""
     peer: int = -1
     """The other rank, where there is one."""
+
+
+class _Refused:
+    """A call that the backend did not even take, such as a message to a rank that is gone."""
+
+    def __init__(self, error: RuntimeError) -> None:
+        self._error = error
+
+    def wait(self) -> None:
+        """Raise what the backend said."""
+        raise self._error
+
+
+def posted(post: Callable[[], Any], verb: str, peer: int = -1) -> Message:
+    """Start something; if the backend refuses, that is told where it is waited for, like any other failure.
+
+    Args:
+        post: starts it, and returns a work of torch.distributed.
+        verb: see `Message`.
+        peer: see `Message`.
+    """
+    try:
+        return Message(post(), verb, peer)
+    except RuntimeError as error:
+        return Message(_Refused(error), verb, peer)
 
 
 Steps = Iterator[Sequence[Message]]
