@@ -29,6 +29,6 @@ def test_an_order_that_differs_is_found(monkeypatch):
     assert emulate(lambda rank: rank, 2) == [0, 1]
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, timeout=120)
 def test_on_a_group_of_real_ranks(rank, world):
     assert check_order(dist.group.WORLD, sizes=[1, 1000])

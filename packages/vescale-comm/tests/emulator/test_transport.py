@@ -53,7 +53,7 @@ def test_canonical_sums_are_those_of_the_peer_transport_in_an_emulated_world():
     assert torch.equal(peer[0][0], expected)
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, timeout=120)
 def test_on_real_ranks(rank, world):
     total, part, _ = use(rank, lambda group: EmulatedTransport(group, "nccl_ring"))
     assert torch.equal(total, all_reduce(orders["nccl_ring"], terms(3)) / 3)
