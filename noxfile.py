@@ -33,7 +33,11 @@ TEST_TOOLS = [
 ]
 WORKERS = ["-n", str(max(2, (os.cpu_count() or 2) // 2)), "--dist", "loadfile"]
 """Ranks of a test wait for each other much of the time, so two files at once make use of two cores."""
-ENVIRONMENT = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+    # Processes that share the tests must name them alike, also those whose names come from sets.
+    "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),
+}
 
 
 @nox.session

@@ -86,7 +86,7 @@ def test_values_come_back(value):
         torch.device("cuda:3"),
         torch.device("meta"),
         set(),
-        frozenset({(1, ("a", b"b")), frozenset({1.5})}),
+        pytest.param(frozenset({(1, ("a", b"b")), frozenset({1.5})}), id="nested"),
         pytest.param({torch.float32, torch.int8}, id="dtypes"),
         {math.inf},
         collections.Counter([7, 3, 3, "a", (1, 2.5)]),
