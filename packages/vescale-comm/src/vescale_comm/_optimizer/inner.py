@@ -118,11 +118,6 @@ class Inner:
         """Replace the state of a segment."""
         self._home[segment.group][0].state[segment.tensor] = state
 
-    def drop_state(self) -> None:
-        """Forget all state, as before the first step."""
-        for made in self.optimizers.values():
-            made.state.clear()
-
     def split(self, segment: Segment) -> list[Segment]:
         """Replace a segment by one per parameter, with the same values and states.
 
