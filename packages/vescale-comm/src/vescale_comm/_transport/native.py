@@ -16,7 +16,7 @@ from .call import Call, broadcast_of, flat_buffer, flat_equal_parts, reduction
 from .interface import Work
 from .rooms import Rooms
 from .running import Message, Running, Steps
-from .sums import add_in_order
+from .sums import add_in_order, divide
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -212,7 +212,6 @@ class _Issued:
 
 
 def _finish_sum(total: Tensor, goal: Tensor, call: Call) -> None:
-    if call.divisor != 1:
-        total.div_(call.divisor)
+    divide(total, call.divisor)
     if total.dtype != goal.dtype:
         goal.copy_(total)
