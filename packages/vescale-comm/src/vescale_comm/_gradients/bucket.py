@@ -27,7 +27,7 @@ __all__ = ["Bucket", "Member"]
 class Member:
     """A parameter in its bucket."""
 
-    __slots__ = ("axes", "base", "given", "hold", "index", "name", "param", "plain", "view", "wide")
+    __slots__ = ("axes", "base", "given", "hold", "index", "name", "param", "placed", "plain", "view", "wide")
 
     def __init__(self, name: str, param: Parameter, index: int, axes: tuple[int, ...]) -> None:
         self.name, self.param = name, param
@@ -43,6 +43,8 @@ class Member:
         """Whether backwards inside backwards add to it, so that its bucket waits for the end of the outermost one."""
         self.view: Tensor = torch.empty(0)
         """Its place in the buffer."""
+        self.placed: Tensor = self.view
+        """The same place, as `param.grad` while it holds what is not reduced yet."""
         self.given: Tensor | None = None
         """What `param.grad` becomes after the reduction; None: nothing."""
         self.base: Tensor | None = None
@@ -70,15 +72,18 @@ class Member:
             )
         return grad if self.plain else local_gradient(self.name, self.param, grad, self.axes)
 
-    def widen(self) -> None:
-        """Have autograd add the next gradients in the buffer and in its dtype."""
+    def place(self) -> None:
+        """Bring the gradient into the buffer, while caches have it; autograd adds the next ones there."""
         grad = self.param.grad
-        if grad is None or grad is self.view or not self.plain:
+        if grad is None or grad is self.placed or grad is self.view or not self.plain:
             return
-        self.view.copy_(self.contribution(grad))
-        self.param.grad = None
-        self.param.grad_dtype = self.view.dtype
-        self.param.grad = self.view
+        if grad.requires_grad or grad.layout is not torch.strided:
+            return  # what cannot be reduced is told when it is to be
+        self.view.copy_(grad)
+        if self.wide:
+            self.param.grad = None
+            self.param.grad_dtype = self.view.dtype
+        self.param.grad = self.placed
 
     def take(self) -> None:
         """Leave no gradient at the parameter."""
@@ -147,6 +152,7 @@ class Bucket:
         self._narrow: Tensor | None = None
         for member, slot in zip(members, plan.slots, strict=True):
             member.view = _place(self.buffer, slot, None if scatter else local_of(member.param))
+            member.placed = member.view.detach()
             member.wide = member.param.dtype != dtype
         if not scatter:
             self._give_places(device)
@@ -188,6 +194,12 @@ class Bucket:
         if self._memory is not None:
             self._memory.hold()
 
+    def place(self, member: Member) -> None:
+        """Bring a gradient into the buffer, unless what was reduced before is still there."""
+        if not (self.scatter and self.finished):
+            self.hold_memory()
+            member.place()
+
     def gather(self, touched: bytearray, used: bytearray, flag: int) -> None:
         """Bring the gradients into the buffer, and leave none at the parameters.
 
@@ -215,7 +227,7 @@ class Bucket:
             if reduced and self.apart:
                 absent.append(member.view)
             else:
-                if grad is not member.view:
+                if grad is not member.view and grad is not member.placed:
                     views.append(member.view)
                     grads.append(member.contribution(grad))
                 elif grad.requires_grad:

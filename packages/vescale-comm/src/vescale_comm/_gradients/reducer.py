@@ -108,7 +108,8 @@ class GradientReducer:
         self._sync = True
         self._open = self._flushed = self._prepared = self._failed = False
         self._next = 0
-        self._arrived: list[Member] | None = []
+        # The first window launches at its end, to learn what backwards inside backwards add to; not if memory is short.
+        self._arrived: list[Member] | None = None if release else []
         self._orders: list[list[str] | None] = []
         self._wanted: list[Lane] | None = None
         self._hooks = Hooks()
@@ -142,13 +143,13 @@ class GradientReducer:
             touched[index] = 1
             if self._arrived is not None:
                 self._arrived.append(member)
-            if not self._sync:
-                if member.wide:
-                    bucket.hold_memory()
-                    member.widen()
-            elif bucket.launched:
+            if self._sync and bucket.launched:
                 state.used[index] |= LATE
-            elif watch.nested:
+                return
+            bucket.place(member)
+            if not self._sync:
+                return
+            if watch.nested:
                 bucket.held = member.hold = True
             else:
                 bucket.left -= 1
