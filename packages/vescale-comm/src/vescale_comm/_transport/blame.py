@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -22,14 +23,15 @@ GRACE = timedelta(seconds=1)
 class Blame:
     """Explains failures of one transport of one group."""
 
-    def __init__(self, group: ProcessGroup, key: str) -> None:
+    def __init__(self, group: ProcessGroup, key: str, cut: Callable[[], None] | None = None) -> None:
         """Take the group.
 
         Args:
             group: whose store is used, where it has one.
             key: the same on all ranks, another one for every transport.
+            cut: called when a collective failed and the word is there for the others: is to end what they wait for.
         """
-        self._group, self._key = group, f"vescale_comm/{key}"
+        self._group, self._key, self._cut = group, f"vescale_comm/{key}", cut
         self.rank = group.rank()
 
     def explain(self, call: Call, number: int, message: Message | None, error: BaseException) -> TransportError:
@@ -45,6 +47,8 @@ class Blame:
         self._publish(f"{at}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
         if not isinstance(error, RuntimeError):
             return TransportError(f"rank {self.rank}: {at} was interrupted by {type(error).__name__}.")
+        if self._cut is not None:
+            self._cut()
         if message is None or message.peer < 0:
             what = f"rank {self.rank}: {at}: {message.verb if message else 'its own part'} failed: {error}"
             return TransportError(what)

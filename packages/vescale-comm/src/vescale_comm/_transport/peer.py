@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from .._emulator.group import is_emulated
 from .blame import Blame
 from .call import Call, broadcast_of, flat_buffer, flat_equal_parts, reduction
 from .interface import Work
+from .progress import Progress
 from .rooms import Rooms
-from .running import Message, Running, Steps, posted
+from .running import Last, Message, Running, Steps, posted
 from .sums import add_in_order
 
 if TYPE_CHECKING:
@@ -27,8 +31,10 @@ __all__ = ["PeerTransport", "add_in_order"]
 
 SMALL = 1 << 18
 """Bytes that a rank may send and add more, to reduce in one round: whole buffers to everybody, no second wait."""
-ROOM = 32 << 20
+ROOM = 8 << 20
 """Bytes that may arrive at once to be added; larger reductions go in windows, two of them under way."""
+BESIDE = 64 << 10
+"""Bytes of a buffer above which messages are posted by a thread: waking it takes as long as copying this much."""
 FIRST_TAG = 1 << 30
 """Above the tags of users; those of gloo's collectives are apart anyway."""
 
@@ -55,11 +61,14 @@ class PeerTransport:
         instance = _instances.get(group, 0)
         _instances[group] = instance + 1
         self._first_tag = FIRST_TAG | (instance & 0x3F) << 24
-        self._blame = Blame(group, f"p2p/{instance}")
         self._calls = 0
         self._rooms = Rooms()
         self._in_rounds: list[Running] = []
-        """Collectives under way that send again when messages have arrived."""
+        """Collectives under way that send again when messages have arrived, in waits."""
+        # Ranks of an emulation take turns by themselves; a thread of its own would not have one.
+        emulated = is_emulated(group)
+        self._progress = None if emulated else Progress()
+        self._blame = Blame(group, f"p2p/{instance}", None if emulated else self._cut)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return zeros."""
@@ -103,8 +112,14 @@ class PeerTransport:
     def close(self) -> None:
         """Free the memory for arriving parts."""
         self._rooms.clear()
+        if self._progress is not None:
+            self._progress.close()
 
     def _start(self, call: Call, steps: Steps, rounds: bool = False) -> Work:
+        if self._progress is not None and call.nbytes > BESIDE:
+            run = Running(steps, partial(self._blame.explain, call, self._calls - 1), begin=False)
+            self._progress.take(run, rounds)
+            return run
         # What is sent in later rounds is sent in waits, so those must come in the same order on all ranks.
         self._in_rounds = [run for run in self._in_rounds if not run.finished]
         run = Running(steps, partial(self._blame.explain, call, self._calls - 1), tuple(self._in_rounds))
@@ -160,7 +175,7 @@ class PeerTransport:
         yield from self._gather(parts, tag)
 
     def _gather(self, parts: Sequence[Tensor], tag: int) -> Steps:
-        yield self._exchange([parts[self.rank]] * self.size, parts, tag)
+        yield Last(self._exchange([parts[self.rank]] * self.size, parts, tag))
 
     def _swap(self, parts: Sequence[Tensor], arriving: Sequence[Tensor], tag: int) -> Steps:
         yield self._exchange(parts, arriving, tag)
@@ -178,12 +193,12 @@ class PeerTransport:
         own = parts[self.rank]
         if self.rank == source:
             yield [self._send(parts[peer], peer, tag) for peer in self._peers()]
-            yield [self._send(own, peer, tag) for peer in self._peers()]
+            yield Last(self._send(own, peer, tag) for peer in self._peers())
         else:
             yield [self._receive(own, source, tag)]
             messages = [self._receive(parts[peer], peer, tag) for peer in self._peers()]
             messages += [self._send(own, peer, tag) for peer in self._peers() if peer != source]
-            yield messages
+            yield Last(messages)
 
     def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> list[Message]:
         # Messages of one tag between two ranks come in the order in which they were sent.
@@ -195,6 +210,16 @@ class PeerTransport:
             if outgoing[goal].numel():
                 messages.append(self._send(outgoing[goal], goal, tag))
         return messages
+
+    def _cut(self) -> None:
+        """Close the connections of the group: ranks that wait for messages of this one get to know that none will come.
+
+        A time-out of one message does that in gloo; here it is one that nobody sends.
+        """
+        nothing = torch.empty(1, dtype=torch.uint8)
+        for peer in self._peers():
+            with suppress(RuntimeError):
+                self._group.recv([nothing], peer, self._first_tag | 0xFFFFFF).wait(timedelta(milliseconds=1))
 
     def _peers(self) -> Iterator[int]:
         return ((self.rank + step) % self.size for step in range(1, self.size))

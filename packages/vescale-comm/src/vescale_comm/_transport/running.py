@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import TransportError
 
-__all__ = ["Explain", "Message", "Running", "Steps", "posted"]
+__all__ = ["Explain", "Last", "Message", "Running", "Steps", "posted"]
 
 
 @dataclass(slots=True)
@@ -49,6 +50,10 @@ def posted(post: Callable[[], Any], verb: str, peer: int = -1) -> Message:
         return Message(_Refused(error), verb, peer)
 
 
+class Last(list[Message]):
+    """Messages after which a collective sends no more."""
+
+
 Steps = Iterator[Sequence[Message]]
 Explain = Callable[[Message | None, BaseException], TransportError]
 
@@ -56,7 +61,7 @@ Explain = Callable[[Message | None, BaseException], TransportError]
 class Running:
     """A collective under way."""
 
-    def __init__(self, steps: Steps, explain: Explain, before: Sequence[Running] = ()) -> None:
+    def __init__(self, steps: Steps, explain: Explain, before: Sequence[Running] = (), begin: bool = True) -> None:
         """Start it.
 
         Args:
@@ -64,6 +69,7 @@ class Running:
             explain: makes the error to raise from the message that failed, if it was one, and what happened.
             before: collectives that were started before and are to be finished before, for another rank may wait for
                 the next messages of those, while it does not wait for this one yet.
+            begin: whether it runs now; else somebody is to call `begin`, from any thread.
         """
         self._before = before
         self._steps: Steps | None = steps
@@ -71,7 +77,32 @@ class Running:
         self._lock = threading.Lock()
         self._error: TransportError | None = None
         self._messages: Sequence[Message] = ()
-        self._advance()
+        self._released: threading.Event | None = None
+        if begin:
+            self._advance()
+
+    def hand_over(self) -> None:
+        """Have `wait` wait until `release` is called: another thread begins it."""
+        self._released = threading.Event()
+
+    def begin(self) -> None:
+        """Run up to the first messages; a failure is told in `wait`."""
+        with self._lock, suppress(TransportError):
+            self._advance()
+
+    def follow(self) -> None:
+        """Run up to the last messages, and release it; a failure is told in `wait`."""
+        try:
+            with self._lock, suppress(TransportError):
+                while self._steps is not None and not isinstance(self._messages, Last):
+                    self._step()
+        finally:
+            self.release()
+
+    def release(self) -> None:
+        """Let `wait` go on."""
+        if self._released is not None:
+            self._released.set()
 
     def wait(self) -> None:
         """Finish it; from any thread, any number of times.
@@ -82,18 +113,23 @@ class Running:
         for earlier in self._before:
             earlier.wait()
         self._before = ()
+        if self._released is not None:
+            self._released.wait()
         with self._lock:
             if self._error is not None:
                 raise self._error
             while self._steps is not None:
-                for message in self._messages:
-                    self._finish(message)
-                self._advance()
+                self._step()
 
     @property
     def finished(self) -> bool:
         """Whether nothing is left to do, or nothing can be done any more."""
         return self._steps is None
+
+    def _step(self) -> None:
+        for message in self._messages:
+            self._finish(message)
+        self._advance()
 
     def _finish(self, message: Message) -> None:
         if message.work is None:
