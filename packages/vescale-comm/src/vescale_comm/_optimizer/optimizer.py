@@ -31,6 +31,9 @@ from .waiting import WaitingHooks
 
 __all__ = ["DistributedOptimizer"]
 
+BUCKET_MB = {1: 25.0, 2: 8.0}
+"""Size of buckets by stage: few large ones cost least, and stage 2 holds three of them at a time."""
+
 
 class DistributedOptimizer(torch.optim.Optimizer):
     """An optimizer that shards its work over ranks, and is used like any other.
@@ -67,7 +70,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             those that look at matrices, such as `torch.optim.Muon`; a rule or a mapping from regular expressions of
             names to rules, for those that look at blocks; "auto": "flat" for the elementwise classes of torch.optim,
             "whole" for all others.
-        bucket_mb: about how large a bucket is, in MiB.
+        bucket_mb: about how large a bucket is, in MiB; None: 25, or 8 for `zero=2`.
         average: divide the sum of gradients by the number of ranks.
         overlap: gather parameters while the next forward runs; False: `step` waits.
         share_parameters: where all ranks are on one host and the transport shares memory, keep parameters once for
@@ -107,7 +110,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         main_dtype: torch.dtype | None = None,
         accumulate_dtype: torch.dtype | None = None,
         plan: Any = "auto",
-        bucket_mb: float = 8.0,
+        bucket_mb: float | None = None,
         average: bool = True,
         overlap: bool = True,
         share_parameters: bool = False,
@@ -117,6 +120,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ) -> None:
         if zero not in (1, 2):
             raise ValueError(f"zero: expected 1 or 2, but got {zero!r}; for 3 use vescale_comm.fully_shard.")
+        bucket_mb = BUCKET_MB[zero] if bucket_mb is None else bucket_mb
         check_megabytes("bucket_mb", bucket_mb)
         check_dtypes(main_dtype=main_dtype, accumulate_dtype=accumulate_dtype)
         if isinstance(params_or_model, nn.Module):

@@ -70,7 +70,7 @@ class DistributedDataParallel(nn.Module):
         *,
         transport: str | Transport = "auto",
         order: str | None = None,
-        bucket_mb: float = 8,
+        bucket_mb: float = 25,
         accumulate_dtype: torch.dtype | None = None,
         average: bool = True,
         compressor: Any = None,

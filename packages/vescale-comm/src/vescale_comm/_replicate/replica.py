@@ -33,7 +33,7 @@ class ReplicaOptions:
     """Kind of transport, or one."""
     order: str | None = None
     """Order of sums."""
-    bucket_mb: float = 8
+    bucket_mb: float = 25
     """Limit of a bucket, in MiB."""
     accumulate_dtype: torch.dtype | None = None
     """Dtype of sums."""
