@@ -1,7 +1,6 @@
 """Rows on real gloo ranks: step times that the cost model predicts beside measured ones.
 
-The model gets what collectives cost on these ranks, measured apart, and what a step costs without communication. Ranks
-take all processors, so nothing is hidden: `overlap=0`.
+The model gets what `calibrate` measures on these ranks, and what a step costs without communication.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from _timing import Report, row
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_comm._mesh import calibrate
-from vescale_comm._report import AxisCost, MeshCosts, predict
+from vescale_comm._report import AxisCost, HostCosts, MeshCosts, predict
 from vescale_comm._report.modules import module_units
 
 from .training import GPT, SYSTEMS, WARM_UP, System, batches_of, on_ranks, tenth
@@ -35,6 +35,8 @@ STRATEGIES = {
 }
 GOAL = 0.3
 """Error of a prediction, as a share of the measured time."""
+SAMPLES = 5
+"""Calibrations, of which the middle counts."""
 
 
 def model(report: Report, seconds: float = 15.0, worlds: Sequence[int] = WORLDS) -> None:
@@ -47,8 +49,7 @@ def model(report: Report, seconds: float = 15.0, worlds: Sequence[int] = WORLDS)
     """
     for world in worlds:
         report.heading(f"cost model, {world} ranks: error of the predicted step, as a share of the measured one")
-        measured, costs, alone = on_ranks(_measure, world, (seconds,))
-        compute, update, copy = alone
+        measured, costs, (compute, update) = on_ranks(_measure, world, (seconds,))
         units = module_units(GPT())
         for name, (strategy, kind, options) in STRATEGIES.items():
             found = predict(
@@ -58,8 +59,6 @@ def model(report: Report, seconds: float = 15.0, worlds: Sequence[int] = WORLDS)
                 MeshCosts.from_json(costs[kind]),
                 compute_seconds=compute,
                 update_seconds=update,
-                overlap=0.0,
-                copy=copy,
                 **options,
             )
             error = abs(found.seconds / measured[name] - 1)
@@ -67,22 +66,20 @@ def model(report: Report, seconds: float = 15.0, worlds: Sequence[int] = WORLDS)
             report.add(row(f"predicted: {name}, {world} ranks", error, GOAL, note))
 
 
-def _measure(
-    rank: int, world: int, seconds: float
-) -> tuple[dict[str, float], dict[str, str], tuple[float, float, float]]:
-    """Return step times, costs by transport; and seconds of forward with backward, of the update, per byte copied."""
+def _measure(rank: int, world: int, seconds: float) -> tuple[dict[str, float], dict[str, str], tuple[float, float]]:
+    """Return step times, costs by transport; and seconds of forward with backward, and of the update, alone."""
     torch.manual_seed(0)
     base = GPT()
     systems = {name: SYSTEMS[name](deepcopy(base)) for name in STRATEGIES}
     alone = SYSTEMS["no sync"](deepcopy(base))
     batches = batches_of(rank, 1)
     mesh = dist.init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
-    costs = [_costs(mesh)]
     for tokens in batches[:WARM_UP]:
         for system in (*systems.values(), alone):
             system.step(tokens)
+    costs = [_costs(mesh)]
     steps: dict[str, list[float]] = {name: [] for name in systems}
-    parts: list[tuple[float, float, float]] = []
+    parts: list[tuple[float, ...]] = []
     end, number, going = time.monotonic() + seconds, 0, torch.ones(1)
     while going.item():
         tokens = batches[number % len(batches)]
@@ -94,43 +91,42 @@ def _measure(
             system.step(tokens)
             steps[name].append(_slowest((time.perf_counter() - start,))[0])
         number += 1
-        if number % 8 == 0:
+        if number % 16 == 0 and len(costs) < SAMPLES:
             costs.append(_costs(mesh))
         going[0] = float(time.monotonic() < end)
         dist.broadcast(going, 0)
     told = {kind: _median([one[kind] for one in costs]).to_json() for kind in costs[0]}
-    compute, update, copy = (tenth(list(values)) for values in zip(*parts, strict=True))
-    return {name: tenth(values) for name, values in steps.items()}, told, (compute, update, copy)
+    compute, update = (tenth(list(values)) for values in zip(*parts, strict=True))
+    return {name: tenth(values) for name, values in steps.items()}, told, (compute, update)
 
 
-def _costs(mesh: DeviceMesh) -> dict[str, AxisCost]:
-    return {kind: calibrate(mesh, transport=kind).axes["dp",] for kind in ("p2p", "shared")}
+def _costs(mesh: DeviceMesh) -> dict[str, MeshCosts]:
+    return {kind: calibrate(mesh, transport=kind) for kind in ("p2p", "shared")}
 
 
-def _median(costs: Sequence[AxisCost]) -> MeshCosts:
+def _median(costs: Sequence[MeshCosts]) -> MeshCosts:
     """Return the middle of what was measured at several times."""
-    operations = {}
-    for name in costs[0].operations:
-        alphas, betas = zip(*(cost.operations[name] for cost in costs), strict=True)
-        operations[name] = (statistics.median(alphas), statistics.median(betas))
-    return MeshCosts({("dp",): AxisCost(costs[0].ranks, operations, costs[0].algorithm)})
+    every = [cost.axes["dp",] for cost in costs]
+    first = every[0]
+    operations = {name: _middle([cost.operations[name] for cost in every]) for name in first.operations}
+    beside = {name: _middle([cost.beside[name] for cost in every if cost.beside]) for name in first.operations}
+    host = HostCosts(*_middle([tuple(asdict(cost.host).values()) for cost in costs]))
+    axis = AxisCost(first.ranks, operations, first.algorithm, beside, first.stages)  # type: ignore[arg-type]
+    return MeshCosts({("dp",): axis}, host)
 
 
-def _parts_of_a_step(system: System, tokens: torch.Tensor) -> tuple[float, float, float]:
+def _middle(rows: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    return tuple(statistics.median(column) for column in zip(*rows, strict=True))
+
+
+def _parts_of_a_step(system: System, tokens: torch.Tensor) -> tuple[float, float]:
     system.optimizer.zero_grad(set_to_none=True)
     start = time.perf_counter()
     logits = system.model(tokens[:, :-1])
     F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
     computed = time.perf_counter()
     system.optimizer.step()
-    updated = time.perf_counter()
-    gradients = [parameter.grad for parameter in system.model.parameters() if parameter.grad is not None]
-    goal = torch.empty(sum(gradient.numel() for gradient in gradients))
-    places = torch.split(goal, [gradient.numel() for gradient in gradients])
-    goal.zero_()  # has memory from now on
-    begun = time.perf_counter()
-    torch._foreach_copy_(list(places), [gradient.view(-1) for gradient in gradients])
-    return computed - start, updated - computed, (time.perf_counter() - begun) / goal.nbytes
+    return computed - start, time.perf_counter() - computed
 
 
 def _slowest(seconds: tuple[float, ...]) -> tuple[float, ...]:

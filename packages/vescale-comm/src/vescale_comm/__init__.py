@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         read_units,
     )
     from ._replicate import DistributedDataParallel, forget_replica, replicate, replicated
-    from ._report import AxisCost, CommReport, MeshCosts, Prediction, comm_report, predict
+    from ._report import AxisCost, CommReport, HostCosts, MeshCosts, Prediction, comm_report, predict
     from ._transport import Transport, Work, transport
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "Compressor",
     "DistributedDataParallel",
     "DistributedOptimizer",
+    "HostCosts",
     "Knobs",
     "MeshCosts",
     "MeshReducer",
@@ -97,7 +98,7 @@ _HOMES = {
         *("plan_group", "plan_model", "plan_ragged", "read_units"),
     ),
     "_replicate": ("DistributedDataParallel", "forget_replica", "replicate", "replicated"),
-    "_report": ("AxisCost", "CommReport", "MeshCosts", "Prediction", "comm_report", "predict"),
+    "_report": ("AxisCost", "CommReport", "HostCosts", "MeshCosts", "Prediction", "comm_report", "predict"),
     "_transport": ("Transport", "Work", "transport"),
 }
 """Who plans buffers does not wait for torch to be imported: each part is, when it is used."""

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from vescale_comm._report import AxisCost, MeshCosts
+from vescale_comm._report import AxisCost, HostCosts, MeshCosts
 from vescale_comm.errors import PlanError
 
 ALPHA, BANDWIDTH, ADD = 5e-6, 45e9, 1e-12
@@ -50,8 +50,28 @@ def test_several_axes_cost_what_the_slowest_does():
     known = MeshCosts({**costs.axes, ("pod", "dp"): fast})
     assert known.of(("pod", "dp"), sizes) is fast
     assert MeshCosts.from_json(known.to_json()) == known
+    assert MeshCosts.from_json(costs.to_json()).host == HostCosts()
     with pytest.raises(PlanError, match="nothing is known of the mesh axis tp; known: pod, dp"):
         costs.of(("dp", "tp"), {**sizes, "tp": 2})
+
+
+def test_beside_a_computation():
+    alone = {"reduce_scatter": (1e-3, 2e-9), "all_gather": (2e-3, 1e-9), "all_reduce": (5e-3, 4e-9)}
+    beside = {"reduce_scatter": (2e-3, 1e-9), "all_gather": (3e-3, 2e-9), "all_reduce": (6e-3, 3e-9)}
+    fast = AxisCost(2, alone)
+    assert fast.seconds_beside("all_gather", 1e6) == fast.seconds("all_gather", 1e6)  # not known: nothing is hidden
+    slow = AxisCost(4, alone, "ring", beside, stages=True)
+    assert slow.seconds_beside("all_gather", 1e6) == pytest.approx(3e-3 + 2e-3)
+    assert slow.seconds_beside("all_reduce", 1e6, 7) == pytest.approx(2 * 6e-3 + 3e-3 * (6 / 7) / (3 / 4))
+    assert slow.seconds_beside("all_gather", 1e6, 1) == 0.0
+    host = HostCosts(copy=1e-10, fresh=2e-10, hook=1e-5, unit=1e-4, shard=2e-5)
+    costs = MeshCosts({("dp",): slow, ("pod",): fast}, host)
+    assert MeshCosts.from_json(costs.to_json()) == costs
+    both = costs.of(("pod", "dp"), {"pod": 2, "dp": 4})
+    assert both.beside is None
+    assert both.stages
+    known = MeshCosts({("dp",): slow, ("pod",): slow}).of(("pod", "dp"), {"pod": 2, "dp": 4})
+    assert known.seconds_beside("all_gather", 1e6) == pytest.approx(slow.seconds_beside("all_gather", 1e6, 8))
 
 
 def test_errors():
@@ -61,6 +81,8 @@ def test_errors():
         ((2, good, "star"), "needs one of ring, direct, tree; got 'star'"),
         ((2, {"all_gather": (0.0, 0.0)}), "no cost of reduce_scatter, all_reduce"),
         ((2, {**good, "all_gather": (-1.0, 0.0)}), "the cost of all_gather is"),
+        ((2, good, "ring", {"all_gather": (0.0, 0.0)}), "beside: there is no cost of reduce_scatter, all_reduce"),
+        ((2, good, "ring", {**good, "all_reduce": (0.0, math.inf)}), "beside: the cost of all_reduce is"),
     ):
         with pytest.raises(PlanError, match=text):
             AxisCost(*arguments)
@@ -68,6 +90,10 @@ def test_errors():
         AxisCost.of_link(1e-6, 0)
     with pytest.raises(PlanError, match=r"needs one of reduce_scatter.*got 'gather'"):
         AxisCost(2, good).seconds("gather", 1)
+    with pytest.raises(PlanError, match="unit: costs are finite numbers from 0 on; got -1"):
+        HostCosts(unit=-1.0)
+    with pytest.raises(PlanError, match="no cost bolts; there are copy, fresh, hook, shard, unit"):
+        HostCosts.of_mapping({"bolts": 1.0})
     for text in ("[]x", '[{"axes": ["a"]}]', "3"):
         with pytest.raises(PlanError, match="no costs of a mesh"):
             MeshCosts.from_json(text)

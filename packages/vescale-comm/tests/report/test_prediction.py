@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from vescale_comm._plan import Unit
-from vescale_comm._report import AxisCost, predict
+from vescale_comm._report import AxisCost, HostCosts, MeshCosts, predict
 from vescale_comm._report.modules import module_units
 from vescale_comm.errors import PlanError
 
@@ -75,11 +75,77 @@ def test_fsdp():
     assert busy.seconds == pytest.approx(sum(busy.communicating.values()), rel=0.01)
 
 
+HOST = HostCosts(copy=1e-9, fresh=2e-9, hook=1e-3, unit=4e-3, shard=2e-3)
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_what_a_rank_does_besides(ranks):
+    costs = MeshCosts({("dp",): LINK}, HOST)
+
+    def ask_of(strategy, **options):
+        times = [(0.1, 0.2)] * LAYERS
+        return predict(UNITS, {"dp": ranks}, strategy, costs, compute_seconds=times, bucket_bytes=BYTES, **options)
+
+    computing, copy, fresh = 0.3 * LAYERS, BYTES * 1e-9, BYTES * 2e-9
+    # In buckets: a copy of each gradient and its hook. The buffers of zero2 come and go.
+    assert ask_of("ddp").computing == pytest.approx(computing + LAYERS * (copy + 1e-3))
+    assert ask_of("zero1").computing == pytest.approx(computing + LAYERS * (copy + 1e-3))
+    assert ask_of("zero2").computing == pytest.approx(computing + LAYERS * (copy + fresh + 1e-3))
+    assert ask_of("ddp", copy=0.0).computing == pytest.approx(computing + LAYERS * 1e-3)
+    # fsdp: a copy of the own shard and memory for the whole per gather; a copy of the gradients and memory for them;
+    # a copy of the own shard of the sum, and memory for it.
+    hooks = LAYERS * (4e-3 + 2e-3)
+    gather, reduce = copy / ranks + fresh, copy + fresh + (copy + fresh) / ranks
+    found = ask_of("fsdp")
+    assert found.computing == pytest.approx(computing + hooks + (2 * LAYERS - 1) * gather + LAYERS * reduce)
+    kept = ask_of("fsdp", reshard=False)
+    assert kept.computing == pytest.approx(computing + hooks + LAYERS * gather + LAYERS * reduce)
+    # Where nothing is hidden, the step is the sum of all.
+    alone = ask_of("fsdp", overlap=0.0)
+    assert alone.seconds == pytest.approx(found.computing + sum(alone.communicating.values()))
+    # Where ranks share memory, what others read is copied there: the own shard, and their parts of the gradients.
+    staged = MeshCosts({("dp",): AxisCost(2, LINK.operations, stages=True)}, HOST)
+    more = predict(UNITS, {"dp": ranks}, "fsdp", staged, compute_seconds=[(0.1, 0.2)] * LAYERS)
+    staged_bytes = (2 * LAYERS - 1) / ranks + LAYERS * (ranks - 1) / ranks
+    assert more.computing - found.computing == pytest.approx(staged_bytes * copy)
+
+
+def test_what_collectives_take_from_a_computation():
+    alone = dict.fromkeys(("reduce_scatter", "all_gather", "all_reduce"), (0.04, 0.0))
+    times = [(0.1, 0.2)] * LAYERS
+    for added, longest in ((0.0, 0.04), (0.01, 0.04), (0.04, 0.04), (0.06, 0.06)):
+        beside = dict.fromkeys(alone, (added, 0.0))
+        costs = {"dp": AxisCost(2, alone, "ring", beside)}
+        found = predict(UNITS, {"dp": 2}, "ddp", costs, compute_seconds=times, bucket_bytes=BYTES)
+        # All but the last bucket are reduced beside the backward; the last one has nothing beside it.
+        assert found.seconds == pytest.approx(0.3 * LAYERS + (LAYERS - 1) * added + longest)
+        given = predict(UNITS, {"dp": 2}, "ddp", costs, compute_seconds=times, bucket_bytes=BYTES, overlap=0.0)
+        assert given.seconds == pytest.approx(0.3 * LAYERS + LAYERS * 0.04)
+
+
+def test_limits_of_buckets_are_those_of_the_strategies():
+    import inspect
+
+    from vescale_comm import DistributedDataParallel
+    from vescale_comm._report.steps import BUCKETS
+
+    default = inspect.signature(DistributedDataParallel).parameters["bucket_mb"].default
+    assert default * (1 << 20) == BUCKETS["ddp"]
+    free = {"dp": AxisCost.of_link(0.0, 1e30)}
+    units = [Unit(f"{i}", ((f"{i}.w", (1024, 1024)),)) for i in range(2 * LAYERS)]
+    reduced = [
+        sum(span.name.startswith(("all_reduce", "reduce_scatter")) for span in found.spans)
+        for found in (predict(units, {"dp": 2}, name, free, compute_seconds=1.0) for name in ("ddp", "zero2"))
+    ]
+    assert reduced == [2, 4]  # 32 MiB in buckets of 25 and 8
+
+
 def test_replicas_of_shards():
     mesh, costs = {"pod": 4, "dp": 8}, {"pod": LINK, "dp": LINK}
     found = predict(UNITS, mesh, "fsdp", costs, compute_seconds=[(0.1, 0.2)] * LAYERS)
     gather, shard = ring("all_gather", BYTES, 8), ring("all_reduce", BYTES / 8, 4)
-    assert found.seconds == pytest.approx(gather + 0.3 * LAYERS + gather + shard)
+    # Sums over replicas come when all shards are there.
+    assert found.seconds == pytest.approx(gather + 0.3 * LAYERS + gather + LAYERS * shard)
     assert found.communicating["pod"] == pytest.approx(LAYERS * shard)
     assert found.fixed_bytes == LAYERS * NUMEL * 16 / 8
     whole = predict(UNITS, mesh, "ddp", costs, compute_seconds=1.0, bucket_bytes=1 << 40)

@@ -27,8 +27,9 @@ def run_slowly(tasks, overlap):
             for i in done:
                 ends[i] = now
             continue
-        disturbed = any(tasks[i].stream != COMPUTE for i in ready)
-        speed = {i: overlap if tasks[i].stream == COMPUTE and disturbed else 1.0 for i in ready}
+        others = [tasks[i].speed for i in ready if tasks[i].stream != COMPUTE]
+        slowed = min((overlap if one is None else one for one in others), default=1.0)
+        speed = {i: slowed if tasks[i].stream == COMPUTE else 1.0 for i in ready}
         step = min(left[i] / speed[i] for i in ready if speed[i])
         now += step
         for i in ready:
@@ -46,7 +47,8 @@ def steps(dice):
         computed = [index for index, task in enumerate(tasks) if task.stream == COMPUTE]
         for _ in range(dice.randint(0, 3)):
             stream = dice.choice(["dp", "tp"])
-            tasks.append(Task(stream, stream, dice.randint(0, 5), (here, dice.choice(computed))))
+            speed = dice.choice([None, None, 0.0, 0.5, 1.0])
+            tasks.append(Task(stream, stream, dice.randint(0, 5), (here, dice.choice(computed)), speed=speed))
     return tasks
 
 
@@ -76,3 +78,10 @@ def test_processors_that_communication_takes_away():
     tasks = [Task("a", COMPUTE, 1), Task("send", "net", 4, (0,)), Task("b", COMPUTE, 3)]
     for overlap, seconds in ((1.0, 5.0), (0.5, 6.0), (0.25, 7.0), (0.0, 8.0)):
         assert simulate(tasks, overlap).seconds == seconds
+
+
+def test_speeds_of_single_tasks():
+    tasks = [Task("send", "net", 4, speed=0.5), Task("also", "far", 2, speed=0.0), Task("a", COMPUTE, 3)]
+    # Nothing for 2, half the speed until 4, the rest after it.
+    assert [span.end for span in simulate(tasks).spans] == [4, 2, 6]
+    assert simulate([tasks[0], tasks[2]], overlap=0).seconds == 5

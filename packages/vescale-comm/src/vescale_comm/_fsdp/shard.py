@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._arguments import check_dtypes, check_granularity, check_module, check_prefetch
+from .._heap import keep_freed_memory
 from .._plan import Blocks
 from .._taken import refuse_taken
 from .._transport import Transport
@@ -107,6 +108,8 @@ def fully_shard(
     check_granularity(granularity)
     check_dtypes(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     groups = groups_of(mesh_or_group)
+    if groups.device.type == "cpu":
+        keep_freed_memory()
     options = Options(granularity, not reshard_after_forward, param_dtype, reduce_dtype, average, offload, check_finite)
     planned = plan_units(module, choose_units(module, units), groups.shard.size(), options)
     channels = connect(groups, transport, order)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from .._heap import keep_freed_memory
 from .._plan import BufferPlan
 
 __all__ = ["IN_FLIGHT", "BucketMemory"]
@@ -22,6 +23,8 @@ class BucketMemory:
     """
 
     def __init__(self, buffer: Tensor, plan: BufferPlan, rank: int) -> None:
+        if buffer.device.type == "cpu":
+            keep_freed_memory()
         self._storage = buffer.untyped_storage()
         self._bytes = self._storage.nbytes()
         self._own = buffer[rank * plan.shard : (rank + 1) * plan.shard]

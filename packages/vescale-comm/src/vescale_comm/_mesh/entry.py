@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -11,8 +12,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._report.costs import OPERATIONS, AxisCost, MeshCosts
-from .._transport import Work, measure
+from .._report.host import HostCosts
+from .._transport import Work, measure, measure_beside
 from .axes import axis_name, axis_numbers, wide_axes
+from .host import measure_host
 from .reducer import MeshReducer
 
 __all__ = ["calibrate", "reduce_over"]
@@ -77,7 +80,9 @@ def calibrate(
     order: str | None = None,
     seconds: float = 0.3,
 ) -> MeshCosts:
-    """Measure collectives along axes of a mesh; every rank must call it, and all get the same numbers.
+    """Measure collectives along axes of a mesh, and this host; every rank must call it, and all get the same numbers.
+
+    Collectives are measured alone, and beside a computation that needs the same processors.
 
     Args:
         mesh: the mesh.
@@ -85,32 +90,44 @@ def calibrate(
         together: sets of axes to measure as one group, too.
         transport: see `vescale_comm.transport`.
         order: of sums.
-        seconds: about how long each may take.
+        seconds: about how long each may take, alone; and again beside a computation.
 
     Returns:
-        The costs as the slowest ranks saw them.
+        The costs as the slowest ranks saw them, for `predict`.
     """
     reducer = _reducer(mesh, transport, order)
     alone = range(mesh.ndim) if axes is None else axis_numbers(mesh, axes)
     wanted = [wide_axes(mesh, (axis,)) for axis in alone]
     wanted += [wide_axes(mesh, axis_numbers(mesh, names)) for names in together]
-    everyone = wide_axes(mesh, range(mesh.ndim))
     found: dict[tuple[str, ...], AxisCost] = {}
     for some in dict.fromkeys(one for one in wanted if one):
         over = reducer.transport_over(some)
-        costs = measure(over, reducer.device, seconds=seconds)
-        # Other rows of the mesh have measured as well; all ranks go on with the largest numbers.
-        numbers = torch.tensor(
-            [part for name in OPERATIONS for part in (costs[name].alpha, costs[name].beta)],
-            dtype=torch.float64,
-            device=reducer.device,
-        )
-        reducer.all_reduce([numbers], everyone, op="max").wait()
-        pairs = numbers.view(-1, 2).tolist()
+        apart = measure(over, reducer.device, seconds=seconds)
+        beside = measure_beside(over, reducer.device, apart, seconds=seconds)
+        costs = [
+            part for each in (apart, beside) for name in OPERATIONS for part in (each[name].alpha, each[name].beta)
+        ]
+        largest = _largest(reducer, costs)
+        pairs = list(zip(largest[::2], largest[1::2], strict=True))
         named = tuple(axis_name(mesh, axis) for axis in some)
-        operations = {name: (alpha, beta) for name, (alpha, beta) in zip(OPERATIONS, pairs, strict=True)}
-        found[named] = AxisCost(over.size, operations, ALGORITHMS.get(over.name, "ring"))
-    return MeshCosts(found)
+        found[named] = AxisCost(
+            over.size,
+            dict(zip(OPERATIONS, pairs[: len(OPERATIONS)], strict=True)),
+            ALGORITHMS.get(over.name, "ring"),
+            dict(zip(OPERATIONS, pairs[len(OPERATIONS) :], strict=True)),
+            stages=over.name == "shared",
+        )
+    host = asdict(measure_host(mesh.get_group(0), reducer.device))
+    return MeshCosts(found, HostCosts(*_largest(reducer, list(host.values()))))
+
+
+def _largest(reducer: MeshReducer, numbers: Sequence[float]) -> list[float]:
+    """Return the largest that any rank of the mesh has, of each number."""
+    everyone = wide_axes(reducer.mesh, range(reducer.mesh.ndim))
+    told = torch.tensor(numbers, dtype=torch.float64, device=reducer.device)
+    reducer.all_reduce([told], everyone, op="max").wait()
+    found: list[float] = told.tolist()
+    return found
 
 
 class _Kept:

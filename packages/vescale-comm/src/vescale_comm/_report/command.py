@@ -43,7 +43,9 @@ def add_predict(commands: Any) -> None:
     predict.add_argument("--costs", type=Path, help="file with what MeshCosts.to_json of a calibration gave")
     predict.add_argument("--compute-seconds", type=float, required=True, help="of forward and backward on one rank")
     predict.add_argument("--update-seconds", type=float, default=0.0, help="of the whole optimizer step on one rank")
-    predict.add_argument("--overlap", type=float, default=1.0, help="speed of computing while data move, 0 to 1")
+    predict.add_argument(
+        "--overlap", type=float, help="speed of computing while data move, 0 to 1; else as measured, or 1"
+    )
     for name in ("bucket-bytes", "param-bytes", "grad-bytes", "state-bytes", "activation-bytes", "prefetch"):
         predict.add_argument(f"--{name}", type=int, default=None)
     predict.add_argument("--no-reshard", action="store_true", help="keep gathered parameters for the backward")

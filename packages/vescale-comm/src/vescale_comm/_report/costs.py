@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 
 from ..errors import PlanError
+from .host import HostCosts
 
 __all__ = ["ALGORITHMS", "OPERATIONS", "AxisCost", "MeshCosts", "rounds", "volume"]
 
@@ -70,6 +71,11 @@ class AxisCost:
     """By operation: seconds that it takes however small the buffer is, and seconds per byte of the buffer."""
     algorithm: str = "ring"
     """By which the numbers are carried over to other numbers of ranks."""
+    beside: Mapping[str, tuple[float, float]] | None = None
+    """As `operations`, by how much they make a computation longer that goes on meanwhile; None: that is not known."""
+
+    stages: bool = False
+    """Whether a buffer that is no memory of the transport is copied into such, as where ranks share memory."""
 
     def __post_init__(self) -> None:
         """Refuse what makes no sense.
@@ -81,12 +87,15 @@ class AxisCost:
             raise PlanError(f"algorithm: needs one of {', '.join(ALGORITHMS)}; got {self.algorithm!r}.")
         if self.ranks < 2:
             raise PlanError(f"ranks: costs hold for 2 ranks or more; got {self.ranks}.")
-        missing = [name for name in OPERATIONS if name not in self.operations]
-        if missing:
-            raise PlanError(f"operations: there is no cost of {', '.join(missing)}.")
-        for name, numbers in self.operations.items():
-            if not all(math.isfinite(number) and number >= 0 for number in numbers):
-                raise PlanError(f"operations: the cost of {name} is {numbers}; needs two finite numbers from 0 on.")
+        for kind, costs in (("operations", self.operations), ("beside", self.beside)):
+            if costs is None:
+                continue
+            missing = [name for name in OPERATIONS if name not in costs]
+            if missing:
+                raise PlanError(f"{kind}: there is no cost of {', '.join(missing)}.")
+            for name, numbers in costs.items():
+                if not all(math.isfinite(number) and number >= 0 for number in numbers):
+                    raise PlanError(f"{kind}: the cost of {name} is {numbers}; needs two finite numbers from 0 on.")
 
     @classmethod
     def of_link(cls, alpha: float, bandwidth: float, add: float = 0.0, algorithm: str = "ring") -> AxisCost:
@@ -122,11 +131,21 @@ class AxisCost:
             nbytes: of the whole buffer.
             ranks: that take part; None: as many as the numbers hold for.
         """
+        return self._of(self.operations, operation, nbytes, ranks)
+
+    def seconds_beside(self, operation: str, nbytes: float, ranks: int | None = None) -> float:
+        """Return by how much a collective makes a computation longer that goes on meanwhile; see `seconds`.
+
+        Where that is not known, none of it is hidden.
+        """
+        return self._of(self.beside or self.operations, operation, nbytes, ranks)
+
+    def _of(self, costs: Mapping[str, tuple[float, float]], operation: str, nbytes: float, ranks: int | None) -> float:
         if ranks is not None and ranks < 2:
             return 0.0
-        if operation not in self.operations:
-            raise PlanError(f"operation: needs one of {', '.join(self.operations)}; got {operation!r}.")
-        alpha, beta = self.operations[operation]
+        if operation not in costs:
+            raise PlanError(f"operation: needs one of {', '.join(costs)}; got {operation!r}.")
+        alpha, beta = costs[operation]
         if ranks is not None and ranks != self.ranks:
             alpha *= rounds(operation, ranks, self.algorithm) / rounds(operation, self.ranks, self.algorithm)
             beta *= volume(operation, ranks) / volume(operation, self.ranks)
@@ -139,6 +158,8 @@ class MeshCosts:
 
     axes: Mapping[tuple[str, ...], AxisCost]
     """By names of axes, in the order of the mesh; axes of one rank cost nothing and are left out."""
+    host: HostCosts = field(default_factory=HostCosts)
+    """What a rank does besides; all zero: that is not known."""
 
     def of(self, names: Sequence[str], sizes: Mapping[str, int]) -> AxisCost:
         """Return the costs over some axes taken together: known ones, or those of the slowest axis.
@@ -159,23 +180,26 @@ class MeshCosts:
             known = ", ".join("x".join(key) for key in self.axes) or "none"
             raise PlanError(f"costs: nothing is known of the mesh axis {', '.join(missing or names)}; known: {known}.")
         ranks = math.prod(sizes[name] for name in wide)
-        slowest: dict[str, tuple[float, float]] = {}
-        for operation in OPERATIONS:
-            ends = [(self._at(name, operation, 0, ranks), self._at(name, operation, 1e9, ranks)) for name in wide]
-            alpha = max(small for small, _ in ends)
-            slowest[operation] = (alpha, max(large - small for small, large in ends) / 1e9)
-        return AxisCost(ranks, slowest, self.axes[wide[0],].algorithm)
-
-    def _at(self, name: str, operation: str, nbytes: float, ranks: int) -> float:
-        return self.axes[name,].seconds(operation, nbytes, ranks)
+        single = [self.axes[name,] for name in wide]
+        measured = all(cost.beside is not None for cost in single)
+        slowest = _slowest([cost.seconds for cost in single], ranks)
+        beside = _slowest([cost.seconds_beside for cost in single], ranks) if measured else None
+        return AxisCost(ranks, slowest, single[0].algorithm, beside, any(cost.stages for cost in single))
 
     def to_json(self) -> str:
         """Return the numbers as text, for another run."""
         rows = [
-            {"axes": list(names), "ranks": cost.ranks, "algorithm": cost.algorithm, "operations": dict(cost.operations)}
+            {
+                "axes": list(names),
+                "ranks": cost.ranks,
+                "algorithm": cost.algorithm,
+                "operations": dict(cost.operations),
+                "beside": None if cost.beside is None else dict(cost.beside),
+                "stages": cost.stages,
+            }
             for names, cost in self.axes.items()
         ]
-        return json.dumps(rows)
+        return json.dumps({"axes": rows, "host": asdict(self.host)})
 
     @classmethod
     def from_json(cls, text: str) -> MeshCosts:
@@ -185,17 +209,32 @@ class MeshCosts:
             PlanError: it is something else.
         """
         try:
-            return cls(
-                {
-                    tuple(row["axes"]): AxisCost(
-                        row["ranks"],
-                        {name: (float(alpha), float(beta)) for name, (alpha, beta) in row["operations"].items()},
-                        row["algorithm"],
-                    )
-                    for row in json.loads(text)
-                }
-            )
+            told = json.loads(text)
+            axes = {
+                tuple(row["axes"]): AxisCost(
+                    row["ranks"],
+                    _pairs(row["operations"]),
+                    row["algorithm"],
+                    _pairs(row["beside"] or {}) or None,
+                    row["stages"],
+                )
+                for row in told["axes"]
+            }
+            return cls(axes, HostCosts.of_mapping(told["host"]))
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, PlanError):
                 raise
             raise PlanError(f"These are no costs of a mesh: {type(error).__name__}: {error}") from None
+
+
+def _pairs(numbers: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, float]]:
+    return {name: (float(alpha), float(beta)) for name, (alpha, beta) in numbers.items()}
+
+
+def _slowest(of_axes: Sequence[Callable[[str, float, int], float]], ranks: int) -> dict[str, tuple[float, float]]:
+    """Return latency and time per byte by operation, of the axis where it is largest."""
+    found = {}
+    for operation in OPERATIONS:
+        ends = [(seconds(operation, 0, ranks), seconds(operation, 1e9, ranks)) for seconds in of_axes]
+        found[operation] = (max(small for small, _ in ends), max(large - small for small, large in ends) / 1e9)
+    return found

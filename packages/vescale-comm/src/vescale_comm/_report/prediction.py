@@ -30,7 +30,7 @@ class Prediction:
     seconds: float
     """Of the step."""
     computing: float
-    """Seconds of forward, backward, copies and update, undisturbed."""
+    """Seconds of forward, backward, copies, hooks and update, undisturbed."""
     communicating: Mapping[str, float]
     """By group, seconds in which it is busy; a group is named for its mesh axes."""
     sent: Mapping[str, float]
@@ -70,7 +70,7 @@ def predict(
     *,
     compute_seconds: float | Sequence[tuple[float, float]],
     update_seconds: float = 0.0,
-    overlap: float = 1.0,
+    overlap: float | None = None,
     **options: Any,
 ) -> Prediction:
     """Predict a training step by simulation: one stream computes, one queue per group of ranks communicates.
@@ -82,11 +82,12 @@ def predict(
         mesh: sizes of the data parallel axes, by name, outermost first. fsdp cuts parameters along the last one, and
             keeps replicas along those before it; the others take all axes together.
         strategy: "ddp", "zero1", "zero2" or "fsdp".
-        costs: of the axes, from `calibrate` or `AxisCost.of_link`.
+        costs: of the axes, and of what a rank does besides, from `calibrate`; or of axes, from `AxisCost.of_link`.
         compute_seconds: of forward and backward on one rank, which is spread over units by their elements; or a pair
             of them for each unit.
         update_seconds: in which one rank would update all parameters.
-        overlap: speed of computation while communication goes on, from 0 (it needs the same processor) to 1.
+        overlap: speed of computation while communication goes on, from 0 (it needs the same processor) to 1. None: as
+            measured, if `costs` know it, else 1.
         **options: other fields of `Setup`: bucket_bytes, param_bytes, grad_bytes, state_bytes, activation_bytes,
             prefetch, reshard, copy.
 
@@ -103,7 +104,7 @@ def predict(
         raise PlanError(f"strategy: needs one of {', '.join(STRATEGIES)}; got {strategy!r}.")
     if not mesh or any(not isinstance(size, int) or size < 1 for size in mesh.values()):
         raise PlanError(f"mesh: needs the size of one axis or more, from 1 on; got {dict(mesh)}.")
-    if not 0 <= overlap <= 1:
+    if overlap is not None and not 0 <= overlap <= 1:
         raise PlanError(f"overlap: needs a share from 0 to 1; got {overlap}.")
     units = _units(model)
     forward, backward = _spread(units, compute_seconds)
@@ -116,12 +117,13 @@ def predict(
             tuple(forward),
             tuple(backward),
             _positive("update_seconds", update_seconds),
+            measured_overlap=overlap is None,
             **options,
         )
     except TypeError as error:
         raise PlanError(f"predict: {error}") from None
     step = build_step(setup, strategy)
-    found = simulate(step.tasks, overlap)
+    found = simulate(step.tasks, 1.0 if overlap is None else overlap)
     busy: dict[str, float] = dict.fromkeys(step.sent, 0.0)
     computing = 0.0
     for task in step.tasks:

@@ -27,6 +27,8 @@ class Task:
     """Bytes that are in use from its start on."""
     gives: float = 0.0
     """Bytes that are free from its end on."""
+    speed: float | None = None
+    """Of `COMPUTE` while it runs on another stream, as a share of full speed; None: as for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,8 @@ def simulate(tasks: Sequence[Task], overlap: float = 1.0) -> Simulated:
         tasks: in an order in which each comes behind those it waits for. A task that slows compute down must come
             before the computation that it slows down, which it does where tasks stand in the order of their launch.
         overlap: speed of the stream `COMPUTE` while another stream is busy, as a share of its full speed: 1 where
-            communication costs it nothing, 0 where there is no processor left.
+            communication costs it nothing, 0 where there is no processor left. Tasks may have a speed of their own;
+            where several run, the lowest one counts.
 
     Example:
         >>> tasks = [Task("a", COMPUTE, 2), Task("send a", "net", 3, (0,)), Task("b", COMPUTE, 4)]
@@ -70,18 +73,19 @@ def simulate(tasks: Sequence[Task], overlap: float = 1.0) -> Simulated:
         (6.0, 9.0)
     """
     free: dict[str, float] = {}
-    busy: list[tuple[float, float]] = []
+    busy: list[tuple[float, float, float]] = []
     spans: list[Span] = []
     moments: list[tuple[float, float]] = []
     for task in tasks:
         start = max((free.get(task.stream, 0.0), *(spans[index].end for index in task.after)))
         end = start + task.seconds
         if task.stream == COMPUTE:
-            if overlap < 1:
-                busy = [one for one in busy if one[1] > start]
-                end = _slowed(start, task.seconds, busy, overlap)
+            busy = [one for one in busy if one[1] > start]
+            end = _slowed(start, task.seconds, busy)
         elif task.seconds:
-            busy.append((start, end))
+            speed = overlap if task.speed is None else task.speed
+            if speed < 1:
+                busy.append((start, end, speed))
         free[task.stream] = end
         spans.append(Span(task.name, task.stream, start, float(end)))
         moments += [(start, task.takes)] if task.takes else []
@@ -93,19 +97,14 @@ def simulate(tasks: Sequence[Task], overlap: float = 1.0) -> Simulated:
     return Simulated(tuple(spans), max((span.end for span in spans), default=0.0), peak)
 
 
-def _slowed(start: float, work: float, busy: list[tuple[float, float]], speed: float) -> float:
+def _slowed(start: float, work: float, busy: list[tuple[float, float, float]]) -> float:
     """Return when some work ends that goes on at a lower speed while anything is busy."""
     now = start
-    for begin, end in sorted(busy):
-        if end <= now:
-            continue
-        if begin > now:
-            if work <= begin - now:
-                return now + work
-            work -= begin - now
-            now = begin
-        if work <= (end - now) * speed:
+    edges = sorted({edge for begin, end, _ in busy for edge in (begin, end) if edge > start})
+    for edge in edges:
+        speed = min((one for begin, end, one in busy if begin <= now < end), default=1.0)
+        if work <= (edge - now) * speed:
             return now + (work / speed if work else 0.0)
-        work -= (end - now) * speed
-        now = end
+        work -= (edge - now) * speed
+        now = edge
     return now + work

@@ -1,6 +1,6 @@
 """Transports: collectives behind one small interface, in place on flat buffers."""
 
-from .calibrate import Cost, measure
+from .calibrate import Cost, measure, measure_beside
 from .choose import transport
 from .fake import FakeTransport
 from .interface import Transport, Work
@@ -20,5 +20,6 @@ __all__ = [
     "Work",
     "add_in_order",
     "measure",
+    "measure_beside",
     "transport",
 ]
