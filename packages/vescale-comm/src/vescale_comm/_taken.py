@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .errors import CommError, PlanError
 
-__all__ = ["give_up", "refuse_taken", "take"]
+__all__ = ["give_up", "refuse_taken", "take", "taker_of"]
 
 _takers: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -36,11 +36,12 @@ def take(parameters: Iterable[Tensor], taker: object) -> None:
 def give_up(parameters: Iterable[Tensor], taker: object) -> None:
     """Undo `take`."""
     for parameter in parameters:
-        if _taker_of(parameter) is taker:
+        if taker_of(parameter) is taker:
             del _takers[parameter]
 
 
-def _taker_of(parameter: Tensor) -> object:
+def taker_of(parameter: Tensor) -> object:
+    """Return what reduces the gradient of a parameter; None: nothing that is known here."""
     reference = _takers.get(parameter)  # type: ignore[no-untyped-call]
     return None if reference is None else reference()
 
@@ -70,7 +71,7 @@ def refuse_taken(call: str, module: nn.Module | None, parameters: Iterable[tuple
                 f"{name}: is a shard of fully_shard already, which reduces its gradients; use an optimizer of torch "
                 f"for it, and no {call}."
             )
-        taker = _taker_of(parameter)
+        taker = taker_of(parameter)
         if taker is not None:
             kind = type(taker).__name__
             what = "replica (of replicate or DistributedDataParallel)" if kind == "Replica" else kind

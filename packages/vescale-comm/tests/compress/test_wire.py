@@ -22,7 +22,7 @@ NAMES = ("none", "bf16", "fp16", "int8", "powersgd", "topk")
 class Step:
     """A collective that notes when it is waited for."""
 
-    def __init__(self, log: list[str], name: str, error: Exception | None = None) -> None:
+    def __init__(self, log: list[str], name: str, error: BaseException | None = None) -> None:
         self.log, self.name, self.error = log, name, error
         log.append(f"start {name}")
 
@@ -32,7 +32,7 @@ class Step:
         self.log.append(f"end {self.name}")
 
 
-def two_steps(log: list[str], name: str, error: Exception | None = None) -> Iterator[Step]:
+def two_steps(log: list[str], name: str, error: BaseException | None = None) -> Iterator[Step]:
     yield Step(log, f"{name}1", error)
     yield Step(log, f"{name}2")
     log.append(f"done {name}")
@@ -79,6 +79,17 @@ def test_a_failure_is_told_by_the_reduction_that_failed_at_each_wait() -> None:
     for work in others:
         work.wait()
     assert "start a2" not in log
+
+
+def test_steps_that_were_left_in_the_middle_are_no_result() -> None:
+    wire = FakeTransport(2)
+    for error in (KeyboardInterrupt(), RuntimeError("no kernel")):
+        work = Staged(two_steps([], "a", error), wire)
+        with pytest.raises(type(error)):
+            work.wait()
+        for _ in range(2):
+            with pytest.raises(TransportError, match=f"interrupted by {type(error).__name__}"):
+                work.wait()
 
 
 def buffers(rank: int, numel: int, count: int) -> list[Tensor]:

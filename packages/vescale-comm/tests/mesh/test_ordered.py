@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vescale_comm._mesh.ordered import Ordered
+from vescale_comm.errors import TransportError
 
 
 class Step:
@@ -60,6 +61,11 @@ def test_an_error_stays():
     assert log == ["a1 begins", "b1 begins", "a1", "a2 begins", "a2"]
     with pytest.raises(ZeroDivisionError):
         Ordered((1 / 0 for _ in [1]), None)
+    interrupted = begin([], "a", error=KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        interrupted.wait()
+    with pytest.raises(TransportError, match="interrupted by KeyboardInterrupt"):
+        interrupted.wait()
 
 
 def test_thousands_under_way():

@@ -1,18 +1,21 @@
 """What a sharded optimizer does at the edges: accumulation, unused parameters, changes from outside, errors."""
 
+import contextlib
 import copy
 import gc
 import re
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from vescale_comm._fsdp import fully_shard
 from vescale_comm._optimizer.optimizer import DistributedOptimizer
 from vescale_comm._replicate import DistributedDataParallel, replicate
-from vescale_comm.errors import CommError, MismatchError, PlanError
+from vescale_comm.errors import CommError, MismatchError, PlanError, TransportError
 
 
 def net(seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Sequential:
@@ -346,3 +349,21 @@ def test_an_optimizer_that_is_not_elementwise_is_found(rank: int, world: int) ->
             DistributedOptimizer(net(), torch.optim.SGD, **options)
     with pytest.raises(TypeError, match="optimizer_cls: expected"):
         DistributedOptimizer(net(), nn.Linear)  # type: ignore[arg-type]
+
+
+@pytest.mark.ranks(2)
+def test_values_that_do_not_come_are_named(rank: int, world: int) -> None:
+    group = dist.new_group()
+    model = net()
+    optimizer = DistributedOptimizer(model, torch.optim.SGD, group_or_mesh=group, transport="p2p", lr=0.1)
+    model(mine(data(1, world)[0], rank)).sum().backward()
+    optimizer.finish_grad_sync()
+    if rank == 1:  # it closes the connections of the group
+        with contextlib.suppress(RuntimeError):
+            group.recv([torch.empty(1)], 0, 7).wait(timedelta(milliseconds=1))
+    else:
+        text = r"new values of 0\.weight \.\.\. 2\.bias \(6\) were gathered: .*rank 1"
+        with pytest.raises(TransportError, match=text):  # noqa: PT012
+            optimizer.step()
+            optimizer.finish_param_sync()
+    dist.barrier()

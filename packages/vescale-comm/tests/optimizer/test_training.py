@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from vescale_comm._optimizer.optimizer import DistributedOptimizer
+from vescale_comm._transport import peer
 
 STEPS = 20
 ROWS = 2
@@ -216,7 +217,10 @@ def replicated(rank: int, world: int, optimizer_options: dict[str, Any]) -> list
 
 
 @pytest.mark.ranks(3)
-def test_bits_do_not_depend_on_stage_transport_or_buckets(rank: int, world: int) -> None:
+def test_bits_do_not_depend_on_stage_transport_or_buckets(
+    rank: int, world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside, small = peer.BESIDE, peer.SMALL
     for implementation in ({}, {"foreach": True, "amsgrad": True}):
         expected = replicated(rank, world, implementation)
         for zero, transport, bucket_mb, plan, share in [
@@ -229,6 +233,9 @@ def test_bits_do_not_depend_on_stage_transport_or_buckets(rank: int, world: int)
         ]:
             torch.manual_seed(0)
             model = Model()
+            # Small buckets go by threads, as large ones do; the others by the calling thread.
+            monkeypatch.setattr(peer, "BESIDE", 0 if bucket_mb < 1 else beside)
+            monkeypatch.setattr(peer, "SMALL", 0 if bucket_mb < 1 else small)
             optimizer = DistributedOptimizer(
                 model,
                 torch.optim.AdamW,

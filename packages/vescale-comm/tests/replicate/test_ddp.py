@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vescale_comm._replicate import DistributedDataParallel, forget_replica, replicate, replicated
+from vescale_comm._transport import peer
 from vescale_comm.errors import CommError, MismatchError, NotFiniteError
 
 ROWS = 12
@@ -63,8 +65,9 @@ def some(step: int, rank: int) -> bool:
 
 
 @pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.ranks(n, pool=True)) for n in (2, 3, 4)])
-def test_twenty_steps_are_those_of_one_device(rank: int, world: int) -> None:
+def test_twenty_steps_are_those_of_one_device(rank: int, world: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """To rounding; and to the bit the same whatever the buckets, the transport and the way to accumulate."""
+    beside, small = peer.BESIDE, peer.SMALL
     want = dict(single_device(20, world, some).named_parameters())
     found: list[dict[str, Tensor]] = []
     for options in (
@@ -74,6 +77,9 @@ def test_twenty_steps_are_those_of_one_device(rank: int, world: int) -> None:
         {"transport": "native", "order": "canonical"},
         {"transport": "p2p", "manual": True},
     ):
+        # Buckets of one parameter go by threads in two rounds, as large ones do; all others by the calling thread.
+        monkeypatch.setattr(peer, "BESIDE", 0 if options.get("view") else beside)
+        monkeypatch.setattr(peer, "SMALL", 0 if options.get("view") else small)
         torch.manual_seed(rank)  # the first rank's parameters are taken
         net = Net()
         if rank == 0:
@@ -86,9 +92,20 @@ def test_twenty_steps_are_those_of_one_device(rank: int, world: int) -> None:
             (model(batch(step).chunk(world)[rank], some(step, rank)) ** 2).mean().backward()
             model.finish_grad_sync()
             optimizer.step()
+            if step == 5:
+                memory = [bucket.buffer for bucket in model.replica.reducer.buckets]
+        # Nobody kept gradients, so buckets stayed where they were.
+        assert options["transport"] == "native" or all(
+            bucket.buffer is before for bucket, before in zip(model.replica.reducer.buckets, memory, strict=True)
+        )
         assert net.never.grad is None or not net.never.grad.any()
         found.append({name: param.detach().clone() for name, param in net.named_parameters()})
+        theirs = [thread for thread in threading.enumerate() if thread.name.startswith("vescale-comm")]
+        assert len(theirs) == (2 if options.get("view") else 0)
         model.close()
+        for thread in theirs:
+            thread.join(20)
+            assert not thread.is_alive()
     for name, value in want.items():
         assert (found[0][name] - value).abs().max() < 1e-10, name
         for other in found[1:]:
@@ -99,25 +116,30 @@ def test_twenty_steps_are_those_of_one_device(rank: int, world: int) -> None:
 @pytest.mark.parametrize("transport", ["p2p", "shared"])
 def test_sums_add_the_ranks_in_order(rank: int, transport: str) -> None:
     """To the bit: ((g[0] + g[1]) + g[2]) / 3 of what each rank has after its own additions, in float32."""
-    for dtype, accumulate in ((torch.float32, None), (torch.bfloat16, torch.float32)):
+    for dtype, accumulate in ((torch.float32, None), (torch.bfloat16, torch.float32), (torch.bfloat16, None)):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).to(dtype)
         solo = copy.deepcopy(net)
         model = DistributedDataParallel(net, transport=transport, bucket_mb=1e-4, accumulate_dtype=accumulate)
         torch.manual_seed(rank)
         data = torch.randn(2, 4, 5, dtype=dtype)
-        sums = [torch.zeros_like(param, dtype=torch.float32) for param in solo.parameters()]
+        sums = [torch.zeros_like(param, dtype=accumulate or dtype) for param in solo.parameters()]
         for part in data:
             for total, grad in zip(sums, torch.autograd.grad(solo(part).sum(), list(solo.parameters())), strict=True):
-                total += grad.float()
+                total += grad.to(total.dtype)
         theirs: list[Any] = [None] * 3
         dist.all_gather_object(theirs, sums)
         with model.no_sync():
             model(data[0]).sum().backward()
         model(data[1]).sum().backward()
         for param, a, b, c in zip(net.parameters(), *theirs, strict=True):
-            assert torch.equal(param.grad, ((a + b + c) / 3).to(dtype))
+            assert torch.equal(param.grad, ((a.float() + b.float() + c.float()) / 3).to(dtype))
         model.close()
+    # pytorch#57410: sums in fp16 became infinite where means are not.
+    weight = nn.Parameter(torch.ones(2, dtype=torch.float16))
+    replicate(nn.ParameterList([weight]), transport=transport)
+    (weight * 40000).sum().backward()
+    assert weight.grad.tolist() == [40000, 40000]
 
 
 @pytest.mark.ranks(2, pool=True)

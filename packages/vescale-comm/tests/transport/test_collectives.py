@@ -117,9 +117,10 @@ def test_gathers_and_broadcasts_keep_all_bits(rank, world):
 
 
 @pytest.mark.ranks(3)
-def test_many_under_way_and_waited_for_in_any_order(rank, world):
+def test_many_under_way_and_waited_for_in_any_order(rank, world, monkeypatch):
     numels = [5, 40_002, 9_000, 3, 30_000, 12] * 3
-    for kind, make in {**KINDS, "own order": NativeTransport}.items():
+    for kind, make in {"threads": PeerTransport, **KINDS, "own order": NativeTransport}.items():
+        monkeypatch.setattr(peer, "BESIDE", 4 if kind == "threads" else 1 << 30)  # bytes: most of them, but not all
         transport = make(dist.group.WORLD)
         contents = [values(rank, numel, torch.float64, seed) for seed, numel in enumerate(numels)]
         buffers = [buffer_of(transport, kind, content) for content in contents]
@@ -159,12 +160,13 @@ def test_one_rank_alone():
 
 @pytest.mark.ranks(4)
 def test_windows_blocks_and_rounds_change_no_bit(rank, world, monkeypatch):
-    """The same sums in small windows, in one round or two, staged or not."""
-    for room, small, small_shared in ((1 << 12, 0, 0), (1 << 30, 1 << 30, 1 << 30)):
+    """The same sums in small windows, in one round or two, staged or not, by threads or without."""
+    for room, small, small_shared, beside in ((1 << 12, 0, 0, 0), (1 << 12, 0, 0, 1 << 30), (1 << 30, *[1 << 30] * 3)):
+        monkeypatch.setattr(peer, "BESIDE", beside)
         monkeypatch.setattr(peer, "ROOM", room)
         monkeypatch.setattr(peer, "SMALL", small)
         monkeypatch.setattr(shared, "SMALL", small_shared)
-        for kind in ("p2p", "shared", "direct"):
+        for kind in ("p2p",) if beside == 0 else ("p2p", "shared", "direct"):
             transport = KINDS[kind](dist.group.WORLD)
             for numel in (1, 5, 10_001):
                 check_all(transport, kind, rank, world, numel, torch.float16, 3, None)

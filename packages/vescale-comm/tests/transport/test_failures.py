@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from vescale_comm._transport import PeerTransport, RankOrderTransport, SharedTransport
+from vescale_comm._transport import PeerTransport, RankOrderTransport, SharedTransport, peer
 from vescale_comm.errors import CommError, MismatchError, TransportError
 from vescale_testing import RankFailure, run_ranks
 
@@ -71,6 +71,31 @@ def test_a_rank_that_does_not_come_in_time(rank):
     if rank == 1:
         with pytest.raises(TransportError, match=r"rank 0 gave up: rank 0: collective 0.*rank 1 did not come"):
             shared.all_gather(torch.zeros(4)).wait()
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_is_interrupted_ends_the_other_at_once(rank, monkeypatch):
+    """In the midst of a sum: it has sent its part, and never sends the result."""
+    monkeypatch.setattr(peer, "SMALL", 0)
+    transport = PeerTransport(dist.new_group())
+    work = transport.all_reduce(torch.ones(10))
+    if rank == 0:
+
+        def stop(*_):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(peer, "add_in_order", stop)
+        with pytest.raises(KeyboardInterrupt):
+            work.wait()
+        with pytest.raises(
+            TransportError, match=r"rank 0: collective 0, all_reduce .* interrupted by KeyboardInterrupt"
+        ):
+            work.wait()
+    else:
+        told = "(?s)rank 0 failed: .*rank 0 failed too, in collective 0, all_reduce of 10 float32: KeyboardInterrupt"
+        with pytest.raises(TransportError, match=told):
+            work.wait()
+    dist.barrier()
 
 
 def sum_until_killed(rank: int, kind: str, folder: str) -> None:

@@ -54,6 +54,36 @@ def test_memory_ends_with_its_tensors(rank):
 
 
 @pytest.mark.ranks(2)
+def test_a_buffer_belongs_to_its_owner_again_when_its_result_is_there(rank):
+    """Also while the other rank has not fetched its own: what it still reads is a copy."""
+    transport = SharedTransport(dist.group.WORLD)
+    buffer = torch.full((100,), rank + 1.0)
+
+    def holders():
+        return torch._C._storage_Use_Count(buffer.untyped_storage()._cdata)
+
+    alone = holders()
+    work = None
+    if rank == 1:
+        work = transport.all_reduce(buffer)
+        assert holders() > alone
+    dist.barrier()
+    if rank == 0:
+        work = transport.all_reduce(buffer)
+        work.wait()
+        assert holders() == alone
+    dist.barrier()
+    work.wait()
+    assert holders() == alone
+    assert torch.equal(buffer, torch.full((100,), 3.0))
+    last = torch.ones(3)
+    transport.all_reduce(last).wait()
+    assert last.tolist() == [2.0] * 3
+    transport.close()
+    dist.barrier()
+
+
+@pytest.mark.ranks(2)
 def test_small_buffers_share_a_file(rank):
     transport = SharedTransport(dist.group.WORLD)
     before = open_files()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vescale_comm._transport import sums
-from vescale_comm._transport.sums import add_in_order, check_sum
+from vescale_comm._transport.sums import add_in_order, check_sum, divide
 
 
 def rounded_sum(terms, divisor, accumulate):
@@ -55,6 +55,33 @@ def test_order_matters_and_is_that_of_the_terms():
     assert out.item() == 0.0  # each 1 is lost beside 2**24
     add_in_order([one, one, big, -big], out)
     assert out.item() == 2.0
+
+
+def patterns(dtype: torch.dtype) -> torch.Tensor:
+    """All numbers of 16 bits; of wider ones any, and all around the smallest and largest exponents."""
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    if dtype.itemsize == 2:
+        return torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(integer).view(dtype)
+    low, high = torch.iinfo(integer).min, torch.iinfo(integer).max
+    around = (torch.rand(20_000, dtype=torch.float64) * 4 - 2).to(dtype)
+    edges = (torch.finfo(dtype).tiny, torch.finfo(dtype).max / 2**15)
+    found = [torch.randint(low, high, (20_000,), dtype=integer), *((around * edge).view(integer) for edge in edges)]
+    special = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan")], dtype=dtype).view(integer)
+    steps = torch.arange(-5, 5, dtype=integer)  # the largest numbers, the smallest ones, and their neighbours
+    ends = torch.tensor([torch.finfo(dtype).tiny, torch.finfo(dtype).max], dtype=dtype).view(integer)
+    return torch.cat([*found, special, (ends[:, None] + steps).flatten(), steps.abs()]).view(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_quotient_by_a_power_of_two_has_the_bits_of_a_division(dtype: torch.dtype) -> None:
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    numbers = patterns(dtype)
+    powers = [2.0**power for power in range(-20, 21)]
+    for divisor in (*powers, 2.0**-140, 2.0**100, 3, 0.1, -2.0):
+        got, want = numbers.clone(), numbers / divisor
+        divide(got, divisor)
+        same = (got.view(integer) == want.view(integer)) | (got.isnan() & want.isnan())
+        assert same.all(), (divisor, numbers[~same][:3], got[~same][:3], want[~same][:3])
 
 
 def test_integers_bool_complex_and_float8():

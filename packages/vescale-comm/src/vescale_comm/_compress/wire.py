@@ -115,6 +115,10 @@ class Staged:
                 self._work = next(self._steps, None)
             except TransportError as error:
                 self._error, self._work = error, None
+            except BaseException as error:
+                # Steps that were left in the middle do not go on, so what is in the buffer is no sum.
+                self._error, self._work = TransportError(f"The reduction was interrupted by {error!r}."), None
+                raise
 
 
 _under_way: weakref.WeakKeyDictionary[Transport, deque[Staged]] = weakref.WeakKeyDictionary()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import PlanError, StaleParameterError
+from ..errors import PlanError, StaleParameterError, TransportError
 from .autograd import AtEnd, Backward, Call, current_task, may_come, results_of, watch
 from .reduction import Channels, Reducer
 from .sequence import Sequencer, Trace
@@ -97,7 +97,8 @@ class Engine:
             self._open[unit.index].clear()
             unit.active.clear()
             unit.recomputed = 0
-            unit.free()
+            with contextlib.suppress(TransportError):  # what does not come is not needed any more
+                unit.free()
 
     # forward
 

@@ -7,6 +7,7 @@ seen from the `.grad` of the shard parameters: it is left as a marker.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from .._report.watch import watch
 from .._transport import Transport, Work
-from ..errors import CommError
+from ..errors import CommError, TransportError
 from .flat import Flat
 
 __all__ = ["Gradients", "Sums"]
@@ -110,7 +111,10 @@ class Gradients:
             for gap in self.flat.gaps():
                 buffer[gap] = 0
         divisor = 1 if self.sums.others else self.sums.divisor
-        work = self.sums.shard.reduce_scatter(buffer, divisor=divisor, accumulate=self.flat.dtypes.accumulate)
+        try:
+            work = self.sums.shard.reduce_scatter(buffer, divisor=divisor, accumulate=self.flat.dtypes.accumulate)
+        except TransportError as error:
+            raise self._failed(error) from error
         self._work = watch(work, "reduce_scatter", self.flat.label, buffer.nbytes)
         self._in_flight, self.buffer = buffer, None
         self.seen = [False] * len(self.seen)
@@ -119,9 +123,8 @@ class Gradients:
         """Finish the reduction among the shards, and give the buffer back."""
         if self._work is None or self._in_flight is None:
             return
-        work, buffer = self._work, self._in_flight
-        self._work = self._in_flight = None
-        work.wait()
+        self._wait()
+        buffer, self._in_flight = self._in_flight, None
         size = self.flat.plan.shard
         own = buffer[self.flat.rank * size : (self.flat.rank + 1) * size]
         if self.sums.others and self.flat.dtypes.accumulate is not None:
@@ -136,17 +139,29 @@ class Gradients:
         if self.reduced is None or not self.sums.others:
             return
         for number, transport in enumerate(self.sums.others):
-            if self._work is not None:
-                self._work.wait()
+            self._wait()
             last = number == len(self.sums.others) - 1
-            work = transport.all_reduce(self.reduced, divisor=self.sums.divisor if last else 1)
+            try:
+                work = transport.all_reduce(self.reduced, divisor=self.sums.divisor if last else 1)
+            except TransportError as error:
+                raise self._failed(error) from error
             self._work = watch(work, "all_reduce", self.flat.label, self.reduced.nbytes)
 
     def finish_others(self) -> None:
         """Finish what `start_others` began."""
-        if self._work is not None:
-            work, self._work = self._work, None
-            work.wait()
+        self._wait()
+
+    def _wait(self) -> None:
+        try:
+            if self._work is not None:
+                self._work.wait()
+        except TransportError as error:
+            self._work = None
+            raise self._failed(error) from error
+        self._work = None  # not if the wait was interrupted: it still goes on then
+
+    def _failed(self, error: TransportError) -> TransportError:
+        return TransportError(f"While gradients of {self.flat.label()} were reduced: {error}")
 
     def place(self, used: Sequence[int]) -> None:
         """Hand the reduced gradients to the shard parameters.
@@ -214,12 +229,11 @@ class Gradients:
 
     def abandon(self) -> None:
         """Drop what is under way and what came in, except for parameters that wait for more micro-batches."""
-        try:
-            self.finish_others()
-        finally:
-            self._work = self._in_flight = self.reduced = None
-            for index, marker in enumerate(self._markers):
-                if marker is None:
-                    self.seen[index], self.state[index] = False, NOT_USED
-            if not any(self.seen):
-                self.buffer = None
+        with suppress(TransportError):  # it is dropped anyway
+            self._wait()
+        self._work = self._in_flight = self.reduced = None
+        for index, marker in enumerate(self._markers):
+            if marker is None:
+                self.seen[index], self.state[index] = False, NOT_USED
+        if not any(self.seen):
+            self.buffer = None

@@ -8,7 +8,7 @@ from enum import Enum
 from torch import nn
 
 from .._transport import Transport, Work
-from ..errors import StaleParameterError
+from ..errors import StaleParameterError, TransportError
 from .flat import Flat
 from .gradients import Gradients
 
@@ -67,18 +67,40 @@ class Unit:
         return self.name or "the root"
 
     def gather(self, transport: Transport) -> None:
-        """Begin to gather the parameters."""
-        self._works = [flat.gather(transport) for flat in self.flats]
+        """Begin to gather the parameters.
+
+        Raises:
+            TransportError: the transport has failed.
+        """
         self.state = State.GATHERING
+        try:
+            for flat in self.flats:
+                self._works.append(flat.gather(transport))
+        except TransportError as error:
+            raise self._lost(error) from error
 
     def wait(self) -> None:
-        """Finish gathering, and let the modules see the parameters."""
+        """Finish gathering, and let the modules see the parameters.
+
+        Raises:
+            TransportError: they do not come; the text names the unit.
+        """
         if self.state is not State.GATHERING:
             return
-        works, self._works = self._works, []
-        for work in works:
-            work.wait()
+        try:
+            for work in self._works:
+                work.wait()
+        except TransportError as error:
+            raise self._lost(error) from error
+        self._works.clear()  # not if the wait was interrupted: they still go on then
         self.show()
+
+    def _lost(self, error: TransportError) -> TransportError:
+        """Give up gathering, and return the error to raise."""
+        # The memory stays, for what is under way may still write to it.
+        self._works.clear()
+        self.state = State.SHARDED
+        return TransportError(f"While the parameters of {self} were gathered: {error}")
 
     def show(self) -> None:
         """Let the modules see the parameters, which are here."""

@@ -1,7 +1,6 @@
 """A bucket: parameters whose gradients stand in one flat buffer and are reduced together.
 
-Until a bucket is launched, `param.grad` is the truth: what the user did to it counts, whether it was zeroed, replaced
-or dropped. From the launch to the end of the reduction it is None, so that nobody adds to a buffer that is under way.
+From the launch to the end of the reduction `param.grad` is None, so that nobody adds to a buffer that is under way.
 """
 
 from __future__ import annotations
@@ -14,82 +13,16 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .._plan import BufferPlan, Slot
+from .._plan import BufferPlan
 from .._report.watch import label, watch
 from .._transport import Transport, Work
-from ..errors import CommError, TransportError
-from .local import is_plain, local_gradient, local_of
+from ..errors import TransportError
+from .local import local_of
+from .member import Member, uses
 from .memory import BucketMemory
+from .places import place_in
 
-__all__ = ["Bucket", "Member"]
-
-
-class Member:
-    """A parameter in its bucket."""
-
-    __slots__ = ("axes", "base", "given", "hold", "index", "name", "param", "placed", "plain", "view", "wide")
-
-    def __init__(self, name: str, param: Parameter, index: int, axes: tuple[int, ...]) -> None:
-        self.name, self.param = name, param
-        self.index = index
-        """Of its flags."""
-        self.axes = axes
-        """Mesh axes over which its gradient comes as a pending sum."""
-        self.plain = is_plain(param)
-        """Whether its gradient is a tensor that may lie in a buffer."""
-        self.wide = False
-        """Whether the buffer has another dtype than the gradient."""
-        self.hold = False
-        """Whether backwards inside backwards add to it, so that its bucket waits for the end of the outermost one."""
-        self.view: Tensor = torch.empty(0)
-        """Its place in the buffer."""
-        self.placed: Tensor = self.view
-        """The same place, as `param.grad` while it holds what is not reduced yet."""
-        self.given: Tensor | None = None
-        """What `param.grad` becomes after the reduction; None: nothing."""
-        self.base: Tensor | None = None
-        """A gradient that is reduced already, to be added to the result."""
-
-    def local(self, tensor: Tensor) -> Tensor:
-        """Return the part on this rank of a tensor of the parameter's kind, such as `given`."""
-        return tensor if self.plain else local_of(tensor)
-
-    def contribution(self, grad: Tensor) -> Tensor:
-        """Return what of a gradient is to be summed.
-
-        Raises:
-            CommError: no reduction can take this gradient.
-        """
-        if grad.requires_grad:
-            raise CommError(
-                f"{self.name}: its gradient has a graph, as backward(create_graph=True) leaves it, and reducing would "
-                "cut it. Take second derivatives with torch.autograd.grad, or run this backward under no_sync()."
-            )
-        if grad.layout is not torch.strided:
-            raise CommError(
-                f"{self.name}: its gradient is {grad.layout}; only dense gradients are reduced. Make the module with "
-                "sparse=False, or leave the parameter out of the reduction."
-            )
-        return grad if self.plain else local_gradient(self.name, self.param, grad, self.axes)
-
-    def place(self) -> None:
-        """Bring the gradient into the buffer, while caches have it; autograd adds the next ones there."""
-        grad = self.param.grad
-        if grad is None or grad is self.placed or grad is self.view or not self.plain:
-            return
-        if grad.requires_grad or grad.layout is not torch.strided:
-            return  # what cannot be reduced is told when it is to be
-        self.view.copy_(grad)
-        if self.wide:
-            self.param.grad = None
-            self.param.grad_dtype = self.view.dtype
-        self.param.grad = self.placed
-
-    def take(self) -> None:
-        """Leave no gradient at the parameter."""
-        self.param.grad = None
-        if self.wide and self.plain:
-            self.param.grad_dtype = self.param.dtype
+__all__ = ["Bucket"]
 
 
 class Bucket:
@@ -105,6 +38,11 @@ class Bucket:
         compressor: reduces in place of the transport; None: the transport does.
         release: have the memory of the buffer only while it is needed, and the shard apart.
     """
+
+    buffer: Tensor
+    """The gradients; after a reduction to shards, only `shard` of it means anything."""
+    shard: Tensor
+    """This rank's part of it."""
 
     def __init__(
         self,
@@ -124,11 +62,7 @@ class Bucket:
         self.parameters: list[Parameter] = [member.param for member in members]
         """In the order of the plan's slots."""
         self.transport, self.divisor, self.scatter, self.compressor = transport, divisor, scatter, compressor
-        device = members[0].param.device
-        self.buffer = transport.allocate(plan.numel, dtype, device)
-        """The gradients; after a reduction to shards, only `shard` of it means anything."""
-        self.shard = self.buffer[transport.rank * plan.shard : (transport.rank + 1) * plan.shard]
-        """This rank's part of it."""
+        self._release = release and scatter
         self.apart = not scatter and divisor != transport.size
         """Whether results that stay for the next window are kept apart in it: what is reduced twice stays the same only
         where it is divided by the number of ranks."""
@@ -150,18 +84,29 @@ class Bucket:
         self._kept: Tensor | None = None
         self._work: Work | None = None
         self._narrow: Tensor | None = None
-        for member, slot in zip(members, plan.slots, strict=True):
-            member.view = _place(self.buffer, slot, None if scatter else local_of(member.param))
-            member.placed = member.view.detach()
+        for member in self.members:
             member.wide = member.param.dtype != dtype
-        if not scatter:
-            self._give_places(device)
-        self._memory: BucketMemory | None = None
-        if release and scatter and self.buffer.untyped_storage().resizable():
-            self._memory = BucketMemory(self.buffer, plan, transport.rank)
-            self.shard = self._memory.shard
+        self._use(transport.allocate(plan.numel, dtype, members[0].param.device))
 
-    def _give_places(self, device: torch.device) -> None:
+    def _use(self, buffer: Tensor) -> None:
+        """Have the gradients in a buffer from now on."""
+        plan, rank = self.plan, self.transport.rank
+        self.buffer = buffer
+        self.shard = buffer[rank * plan.shard : (rank + 1) * plan.shard]
+        for member, slot in zip(self.members, plan.slots, strict=True):
+            member.view = place_in(buffer, slot, None if self.scatter else local_of(member.param))
+            member.placed = member.view.detach()
+        if not self.scatter:
+            self._give_places()
+        self._memory: BucketMemory | None = None
+        if self._release and buffer.untyped_storage().resizable():
+            self._memory = BucketMemory(buffer, plan, rank)
+            self.shard = self._memory.shard
+        for member in self.members:
+            member.count()
+        self._uses = uses(buffer)
+
+    def _give_places(self) -> None:
         """Make what `param.grad` becomes: places in this buffer or, for another dtype, in a second one."""
         self._narrow = None
         for member, slot in zip(self.members, self.plan.slots, strict=True):
@@ -169,10 +114,13 @@ class Bucket:
                 member.given = torch.empty_like(member.param.detach())
             elif member.wide:
                 if self._narrow is None:
-                    self._narrow = torch.zeros(self.plan.numel, dtype=member.param.dtype, device=device)
-                member.given = _place(self._narrow, slot, member.param)
+                    self._narrow = torch.zeros(self.plan.numel, dtype=member.param.dtype, device=self.buffer.device)
+                member.given = place_in(self._narrow, slot, member.param)
             else:
                 member.given = member.view
+        for member in self.members:
+            member.count()
+        self._narrow_uses = 0 if self._narrow is None else uses(self._narrow)
 
     @property
     def names(self) -> list[str]:
@@ -195,8 +143,12 @@ class Bucket:
             self._memory.hold()
 
     def place(self, member: Member) -> None:
-        """Bring a gradient into the buffer, unless what was reduced before is still there."""
-        if not (self.scatter and self.finished):
+        """Bring a gradient into the buffer, unless what was reduced before, or somebody else's is still there."""
+        if not member.is_apart():
+            return
+        if (self.scatter and self.finished) or member.is_kept() or uses(self.buffer) > self._uses:
+            member.widen()
+        else:
             self.hold_memory()
             member.place()
 
@@ -209,47 +161,71 @@ class Bucket:
             flag: what to set.
         """
         self.hold_memory()
-        views: list[Tensor] = []
+        absent, apart, grads = self._take(touched, used, flag)
+        # Where each rank gets its shard only, what comes into the other places is no gradient of anybody.
+        if self._is_kept(self.members if self.scatter else [m for m in absent + apart if not m.stays]):
+            self._move()
+        if absent:
+            torch._foreach_zero_([member.view for member in absent])
+        if apart:
+            torch._foreach_copy_([member.view for member in apart], grads)
+
+    def _take(self, touched: bytearray, used: bytearray, flag: int) -> tuple[list[Member], list[Member], list[Tensor]]:
+        """Take the gradients from the parameters; return who has none, and who has which that is not in the buffer."""
+        absent: list[Member] = []
+        apart: list[Member] = []
         grads: list[Tensor] = []
-        absent: list[Tensor] = []
         for member in self.members:
-            param = member.param
-            grad = param.grad
+            grad = member.param.grad
             if grad is None or (self._pointed and grad is member.view and not touched[member.index]):
                 member.take()
-                absent.append(member.view)
+                absent.append(member)
                 continue
+            member.stays |= grad is member.given
             reduced = not touched[member.index] and self._is_reduced(member)
             if reduced:
                 member.base = member.local(grad).clone()
             else:
                 used[member.index] |= flag
             if reduced and self.apart:
-                absent.append(member.view)
-            else:
-                if grad is not member.view and grad is not member.placed:
-                    views.append(member.view)
-                    grads.append(member.contribution(grad))
-                elif grad.requires_grad:
-                    member.contribution(grad)
+                absent.append(member)
+            elif grad is not member.view and grad is not member.placed:
+                apart.append(member)
+                grads.append(member.contribution(grad))
+            elif grad.requires_grad:
+                member.contribution(grad)
             member.take()
-        if absent:
-            torch._foreach_zero_(absent)
-        if views:
-            torch._foreach_copy_(views, grads)
+        return absent, apart, grads
+
+    def _is_kept(self, members: Sequence[Member]) -> bool:
+        """Tell whether somebody else has gradients of members in the buffer; not to be asked while parameters have.
+
+        Args:
+            members: of whom others must not see what comes into their places.
+        """
+        if len(members) == len(self.members) and uses(self.buffer) > self._uses:
+            return True
+        return any(member.is_kept() for member in members)
+
+    def _move(self) -> None:
+        """Leave the memory to those who keep gradients there."""
+        before = self.buffer
+        self._use(self.transport.allocate(before.numel(), before.dtype, before.device))
+        self.hold_memory()
+        self.buffer.copy_(before)
 
     def _is_reduced(self, member: Member) -> bool:
         return self.finished and member.given is not None and member.param.grad is member.given
 
     def point_at_buffer(self) -> None:
-        """Have autograd add in the buffer from the start, if no parameter has a gradient."""
-        if all(member.param.grad is None and member.plain for member in self.members):
-            self.buffer.zero_()
-            self.finished, self._pointed = False, True
-            for member in self.members:
-                if member.wide:
-                    member.param.grad_dtype = self.buffer.dtype
-                member.param.grad = member.view
+        """Have autograd add in the buffer from the start, if no parameter has a gradient and nobody else has one."""
+        none = all(member.param.grad is None and member.plain for member in self.members)
+        if not none or self._is_kept(self.members):
+            return
+        self.buffer.zero_()
+        self.finished, self._pointed = False, True
+        for member in self.members:
+            member.point()
 
     def drop(self) -> None:
         """Forget what was reduced in this window; the shard that was there before is there again."""
@@ -258,7 +234,12 @@ class Bucket:
             self.shard.copy_(self._base)
         self._base = self._kept = None
         for member in self.members:
-            member.base = None
+            member.base, member.stays = None, False
+
+    def leave_none(self) -> None:
+        """Leave no gradient at any parameter."""
+        for member in self.members:
+            member.take()
 
     def drop_results(self) -> None:
         """Take away the gradients that were given."""
@@ -279,7 +260,7 @@ class Bucket:
         """Keep a gradient that is reduced already from being reduced again; to be called before autograd adds to it."""
         if self._is_reduced(member):
             member.base = member.local(member.given).clone()  # type: ignore[arg-type]
-            member.param.grad = None
+            member.param.grad, member.stays = None, True
 
     def launch(self, divisor: float, weight: float) -> None:
         """Start the reduction of what is in the buffer.
@@ -306,9 +287,16 @@ class Bucket:
         if self.compressor is not None:
             compressed: Work = self.compressor.reduce(self.buffer, self.plan, self.transport, divisor, self.scatter)
             return compressed
-        if self.scatter:
-            return self.transport.reduce_scatter(self.buffer, divisor=divisor)
-        return self.transport.all_reduce(self.buffer, divisor=divisor)
+        accumulate = None
+        if self.buffer.is_floating_point() and self.buffer.itemsize < 4:
+            # Sums of many ranks in 16 bits lose what single ranks add, and may overflow where their mean does not.
+            if self.transport.canonical:
+                accumulate = torch.float32
+            else:  # there it would double what is sent
+                self.buffer.div_(divisor)
+                divisor = 1
+        reduce = self.transport.reduce_scatter if self.scatter else self.transport.all_reduce
+        return reduce(self.buffer, divisor=divisor, accumulate=accumulate)
 
     def _failed(self, error: TransportError) -> TransportError:
         return TransportError(f"While gradients of {_span(self.names)} were reduced: {error}")
@@ -343,13 +331,14 @@ class Bucket:
         Raises:
             TransportError: it failed; the text names the bucket by its parameters.
         """
-        work, self._work = self._work, None
         self.wait_began = time.perf_counter()
         try:
-            if work is not None:
-                work.wait()
+            if self._work is not None:
+                self._work.wait()
         except TransportError as error:
+            self._work = None
             raise self._failed(error) from error
+        self._work = None  # not if the wait was interrupted: it still goes on then
         self.wait_ended = time.perf_counter()
         if self._memory is not None:
             self._memory.keep_shard()
@@ -371,6 +360,8 @@ class Bucket:
             if base is not None:
                 self.shard.add_(base)
             return
+        if self._is_given_kept():
+            self._give_places()
         if self._narrow is not None:
             self._narrow.copy_(self.buffer)
         for member in self.members:
@@ -384,25 +375,14 @@ class Bucket:
             elif before is not None:
                 member.local(given).copy_(before)  # type: ignore[arg-type]
                 member.param.grad = given
-            member.base = None
+            member.base, member.stays = None, False
 
-
-def _place(buffer: Tensor, slot: Slot, like: Tensor | None) -> Tensor:
-    """Return the part of a buffer for a tensor, with the strides of `like` if those leave no holes."""
-    if like is None or like.is_contiguous() or not _is_dense(like):
-        return buffer[slot.offset : slot.stop].view(slot.shape)
-    return buffer.as_strided(slot.shape, like.stride(), buffer.storage_offset() + slot.offset)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Tell whether a tensor's elements fill their memory, in some order of the dims."""
-    expected = 1
-    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if length > 1:
-            if stride != expected:
-                return False
-            expected *= length
-    return True
+    def _is_given_kept(self) -> bool:
+        """Tell whether somebody else has gradients of a window before, where those of this one are to be given."""
+        going = [member for member in self.members if not member.stays]
+        if self._narrow is not None and len(going) == len(self.members) and uses(self._narrow) > self._narrow_uses:
+            return True
+        return any(member.is_given_kept() for member in going)
 
 
 def _span(names: Sequence[str]) -> str:

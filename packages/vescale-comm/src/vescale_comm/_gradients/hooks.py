@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import CommError
-from .bucket import Bucket, Member
+from .bucket import Bucket
+from .member import Member
 
 __all__ = ["Hooks", "in_one_order"]
 

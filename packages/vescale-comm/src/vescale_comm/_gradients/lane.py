@@ -14,9 +14,10 @@ from .._plan import BufferPlan, TensorSpec, plan_buckets
 from .._transport import Transport
 from ..errors import CommError
 from .agree import check_same
-from .bucket import Bucket, Member
+from .bucket import Bucket
 from .flags import Flags
 from .local import local_of
+from .member import Member
 
 __all__ = [
     "BucketOptions",
@@ -24,6 +25,7 @@ __all__ = [
     "LaneState",
     "check_agreement",
     "check_lanes",
+    "check_mode",
     "digest_of",
     "lines_of",
     "plan_members",
@@ -166,6 +168,22 @@ def _check_cover(members: Sequence[Member], buckets: Sequence[Bucket]) -> None:
     wrong = [name for name, count in counts.items() if count != 1]
     if wrong:
         raise CommError(f"{wrong[0]} is in {counts[wrong[0]]} buckets; every parameter must be in one.")
+
+
+def check_mode(mode: str, changes: bool) -> None:
+    """Check what a reducer is to do.
+
+    Args:
+        mode: what each rank gets.
+        changes: whether it changes buckets or gradients by itself.
+
+    Raises:
+        ValueError: there is no such mode, or it does not go with changes.
+    """
+    if mode not in ("all_reduce", "reduce_scatter"):
+        raise ValueError(f'mode is {mode!r}; it is "all_reduce" or "reduce_scatter".')
+    if mode == "reduce_scatter" and changes:
+        raise ValueError('learn and view change buckets or gradients that others own: only with mode "all_reduce".')
 
 
 def check_lanes(lanes: Sequence[Lane]) -> None:

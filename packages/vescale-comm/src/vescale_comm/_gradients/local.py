@@ -28,15 +28,27 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor on this rank, which shares its memory; the tensor itself where it is plain."""
+    """Return the part of a tensor on this rank, which shares its memory; the tensor itself where it is plain.
+
+    If it is still on its way from other ranks, this waits for it.
+    """
     if type(tensor) is Tensor or type(tensor) is Parameter:
         return tensor
     known = _torch_dtensor()
     if known is not None and isinstance(tensor, known):
         local: Tensor = tensor._local_tensor
-        return local.detach()
+        functional = sys.modules.get("torch.distributed._functional_collectives")
+        if functional is not None and isinstance(local, functional.AsyncCollectiveTensor):
+            return _arrived(local)
+        return local
     layout = _hooks.plugin_layout(tensor)
     return tensor if layout is None else layout.local
+
+
+def _arrived(local: Any) -> Tensor:
+    """Wait for a tensor of torch that is on its way, and return the plain one."""
+    plain: Tensor = local.wait()
+    return plain
 
 
 def local_gradient(name: str, param: Tensor, grad: Tensor, axes: tuple[int, ...]) -> Tensor:
@@ -74,7 +86,7 @@ def _of_torch(param: Any, grad: Any, axes: tuple[int, ...]) -> Tensor:
     )
     if tuple(grad.placements) != wanted:
         grad = grad.redistribute(placements=wanted)
-    local: Tensor = grad._local_tensor
+    local = local_of(grad)
     here = grad.device_mesh.get_coordinate()
     if any(here[axis] != 0 for axis in axes if axis not in pending):
         # It is whole already; as a pending sum the first rank has all of it, and the others nothing.

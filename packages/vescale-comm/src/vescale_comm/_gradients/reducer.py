@@ -20,13 +20,14 @@ from .._plan import BufferPlan
 from .._transport import Transport
 from ..errors import CommError, TransportError
 from .backward import NO_TASK, BackwardWatch, current_task
-from .bucket import Bucket, Member
-from .flags import CHANGED, FAILED, LATE, ORDER, USED, WEIGHTED, Row
+from .bucket import Bucket
+from .flags import LATE, ORDER, USED, Row
 from .hooks import Hooks, in_one_order
-from .lane import BucketOptions, Lane, LaneState, check_agreement, check_lanes, digest_of, lines_of
+from .lane import BucketOptions, Lane, LaneState, check_agreement, check_lanes, check_mode, digest_of, lines_of
+from .member import Member
 from .memory import IN_FLIGHT
-from .rows import judge, late_buckets, mark_bad, used_somewhere
-from .settle import agreed_order, carry_over, learned_order, reduce_new
+from .rows import judge, late_buckets, mark_bad, refuse_lost, row_of, used_somewhere
+from .settle import lanes_in_new_order, lanes_of_others, learned_order
 
 __all__ = ["GradientReducer"]
 
@@ -84,10 +85,7 @@ class GradientReducer:
         release: bool = False,
         others: Sequence[Lane] = (),
     ) -> None:
-        if mode not in ("all_reduce", "reduce_scatter"):
-            raise ValueError(f'mode is {mode!r}; it is "all_reduce" or "reduce_scatter".')
-        if mode == "reduce_scatter" and (learn or view):
-            raise ValueError('learn and view change buckets or gradients that others own: only with mode "all_reduce".')
+        check_mode(mode, learn or view)
         self.group = group
         self._options = BucketOptions(mode == "reduce_scatter", bucket_bytes, accumulate, compressor, release)
         self._view, self._wait, self._adds = view, wait, adds
@@ -107,7 +105,7 @@ class GradientReducer:
         self._timeline = _hooks.timeline()
         self._sync = True
         self._open = self._flushed = self._prepared = self._failed = False
-        self._next = 0
+        self._interrupted, self._next = "", 0
         # The first window launches at its end, to learn what backwards inside backwards add to; not if memory is short.
         self._arrived: list[Member] | None = None if release else []
         self._orders: list[list[str] | None] = []
@@ -159,6 +157,7 @@ class GradientReducer:
         return accumulated
 
     def _begin_window(self) -> None:
+        refuse_lost(self._interrupted)
         self._open = True
         self._next = 0
         for state in self.lanes:
@@ -196,6 +195,7 @@ class GradientReducer:
         if self._sync and self._open and self._next > 0 and not self._flushed:
             self._failed = True
             for bucket in self.buckets[self._next :]:
+                bucket.leave_none()
                 bucket.launch(bucket.divisor, 1)
             self._send_flags()
             self._finish()
@@ -209,6 +209,7 @@ class GradientReducer:
         """
         if current_task() != NO_TASK:
             return  # a checkpoint computes something once more
+        refuse_lost(self._interrupted)
         if self._watch.left:
             self._watch.forget()
             self._backward_broke()
@@ -272,10 +273,8 @@ class GradientReducer:
         self._orders = [None] * len(self.lanes)
         if self._learning and self._arrived and not self._failed:
             self._orders = [learned_order(state, self._arrived, self._options) for state in self.lanes]
-        weight = 0.0 if self.weight is None else self.weight
         for state, order, digest in zip(self.lanes, self._orders, self._digests, strict=True):
-            told = FAILED * self._failed | WEIGHTED * (self.weight is not None) | ORDER * (order is not None)
-            state.flags.send(Row(told | CHANGED * state.written(), weight, digest, bytes(state.used)))
+            state.flags.send(row_of(state, digest, self.weight, failed=self._failed, ordered=order is not None))
         self._flushed = True
 
     def finish(self, now: bool = False) -> None:
@@ -301,6 +300,11 @@ class GradientReducer:
             for bucket in self.buckets:
                 self._wait_for(bucket)
             rows = [state.flags.receive() for state in self.lanes]
+        except CommError:
+            raise
+        except BaseException as error:
+            self._interrupted = type(error).__name__
+            raise
         finally:
             self._open = self._flushed = self._prepared = self._failed = False
         try:
@@ -337,12 +341,11 @@ class GradientReducer:
 
     def _reduce_late(self, rows: Sequence[Sequence[Row]]) -> None:
         """Add what came after a launch: a parameter was used in a backward inside another one, for the first time."""
-        for state, told in zip(self.lanes, rows, strict=True):
-            for bucket in late_buckets(state, told):
-                bucket.keep_sum()
-                bucket.gather(state.touched, state.used, USED)
-                self._start(bucket)
-                self._wait_for(bucket)
+        for state, bucket in late_buckets(self.lanes, rows):
+            bucket.keep_sum()
+            bucket.gather(state.touched, state.used, USED)
+            self._start(bucket)
+            self._wait_for(bucket)
 
     @property
     def is_open(self) -> bool:
@@ -379,19 +382,12 @@ class GradientReducer:
         wanted, self._wanted = self._wanted, None
         learning, self._learning = self._learning, False
         self._arrived = None
-        old = self.lanes
         if wanted is not None:
-            reduce = partial(reduce_new, options=self._options, weight=self.weight, total=total)
-            old = [*old, *map(reduce, old, wanted)]
-            self.lanes = [LaneState(lane, self._options) for lane in wanted]
+            self.lanes = lanes_of_others(self.lanes, wanted, self._options, self.weight, total)
         elif learning and any(told[0].state & ORDER for told in rows):
-            self.lanes = [
-                LaneState(state.lane, self._options, agreed_order(state, order)) if told[0].state & ORDER else state
-                for state, order, told in zip(old, self._orders, rows, strict=True)
-            ]
+            self.lanes = lanes_in_new_order(self.lanes, self._orders, rows, self._options)
         else:
             return
-        carry_over(old, self.lanes)
         self._install()
 
     def close(self) -> None:

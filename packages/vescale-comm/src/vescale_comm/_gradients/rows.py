@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..errors import MismatchError, NotFiniteError
+from ..errors import CommError, MismatchError, NotFiniteError
 from .agree import check_same
 from .bucket import Bucket
-from .flags import BAD, CHANGED, FAILED, LATE, USED, WEIGHTED, Row
+from .flags import BAD, CHANGED, FAILED, LATE, ORDER, USED, WEIGHTED, Row
 from .lane import LaneState
 
-__all__ = ["judge", "late_buckets", "mark_bad", "used_somewhere"]
+__all__ = ["judge", "late_buckets", "mark_bad", "refuse_lost", "row_of", "used_somewhere"]
 
 
 def mark_bad(bucket: Bucket, used: bytearray) -> None:
@@ -40,13 +40,31 @@ def used_somewhere(rows: Sequence[Row]) -> Sequence[int] | None:
     return [any(flag & (USED | LATE) for flag in column) for column in zip(*parameters, strict=True)]
 
 
-def late_buckets(state: LaneState, rows: Sequence[Row]) -> list[Bucket]:
-    """Return the buckets to which some rank added after their launch, and have them wait for the end from now on.
+def row_of(state: LaneState, digest: bytes, weight: float | None, *, failed: bool, ordered: bool) -> Row:
+    """Return what this rank tells the others at the end of a window.
 
     Args:
         state: the lane.
-        rows: of all its ranks.
+        digest: of its parameters.
+        weight: factor of this rank's gradients; None: they are not weighted.
+        failed: whether its backward did not end.
+        ordered: whether it knows a better order of the parameters.
     """
+    told = FAILED * failed | WEIGHTED * (weight is not None) | ORDER * ordered | CHANGED * state.written()
+    return Row(told, 0.0 if weight is None else weight, digest, bytes(state.used))
+
+
+def late_buckets(lanes: Sequence[LaneState], rows: Sequence[Sequence[Row]]) -> list[tuple[LaneState, Bucket]]:
+    """Return the buckets to which some rank added after their launch, and have them wait for the end from now on.
+
+    Args:
+        lanes: the lanes.
+        rows: per lane, those of all its ranks.
+    """
+    return [(state, bucket) for state, told in zip(lanes, rows, strict=True) for bucket in _late(state, told)]
+
+
+def _late(state: LaneState, rows: Sequence[Row]) -> list[Bucket]:
     found = []
     late = {index for flags in {row.parameters for row in rows} for index, flag in enumerate(flags) if flag & LATE}
     for bucket in state.buckets if late else ():
@@ -114,6 +132,23 @@ def judge(state: LaneState, rows: Sequence[Row], lines: Callable[[], Sequence[st
         raise NotFiniteError(
             f"Gradients are not finite, before they were summed: {', '.join(bad[:5])}{more}. This step's gradients "
             "are dropped on all ranks."
+        )
+
+
+def refuse_lost(cause: str) -> None:
+    """Refuse to go on after a reduction of which this rank has not got the results.
+
+    Args:
+        cause: what interrupted it here; empty: nothing did.
+
+    Raises:
+        CommError: something did.
+    """
+    if cause:
+        raise CommError(
+            f"A reduction of gradients was interrupted here by {cause}, and is lost, while other ranks may have gone "
+            "on with it: parameters may differ now. Load a checkpoint on all ranks, and make anew what reduces the "
+            "gradients."
         )
 
 

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import torch
 
-from .bucket import Bucket, Member
-from .flags import USED, Row
+from .bucket import Bucket
+from .flags import ORDER, USED, Row
 from .lane import BucketOptions, Lane, LaneState, plan_members
+from .member import Member
 from .rows import used_somewhere
 
-__all__ = ["agreed_order", "carry_over", "learned_order", "reduce_new"]
+__all__ = ["lanes_in_new_order", "lanes_of_others", "learned_order"]
 
 
 def learned_order(state: LaneState, arrived: Sequence[Member], options: BucketOptions) -> list[str] | None:
@@ -31,7 +32,51 @@ def learned_order(state: LaneState, arrived: Sequence[Member], options: BucketOp
     return None if made == [set(bucket.names) for bucket in state.buckets] else order
 
 
-def agreed_order(state: LaneState, order: Sequence[str] | None) -> list[str]:
+def lanes_in_new_order(
+    lanes: Sequence[LaneState],
+    orders: Sequence[Sequence[str] | None],
+    rows: Sequence[Sequence[Row]],
+    options: BucketOptions,
+) -> list[LaneState]:
+    """Return lanes with buckets in the orders of their first ranks; all ranks must call it.
+
+    Args:
+        lanes: the lanes as they are.
+        orders: per lane, the order that this rank learned.
+        rows: per lane, what its ranks told.
+        options: how buckets are made.
+    """
+    new = [
+        LaneState(state.lane, options, _agreed_order(state, order)) if told[0].state & ORDER else state
+        for state, order, told in zip(lanes, orders, rows, strict=True)
+    ]
+    _carry_over(lanes, new)
+    return new
+
+
+def lanes_of_others(
+    lanes: Sequence[LaneState],
+    wanted: Sequence[Lane],
+    options: BucketOptions,
+    weight: float | None,
+    total: float | None,
+) -> list[LaneState]:
+    """Return lanes of other parameters, after those that are new were reduced; all ranks must call it.
+
+    Args:
+        lanes: the lanes as they are.
+        wanted: as many, with the parameters that they are to have.
+        options: how buckets are made.
+        weight: factor of this rank's gradients; None: they are not weighted.
+        total: the sum of the weights, if sums are divided by it.
+    """
+    extra = [_reduce_new(state, lane, options, weight, total) for state, lane in zip(lanes, wanted, strict=True)]
+    new = [LaneState(lane, options) for lane in wanted]
+    _carry_over([*lanes, *extra], new)
+    return new
+
+
+def _agreed_order(state: LaneState, order: Sequence[str] | None) -> list[str]:
     """Return the order of the first rank; all ranks of the lane must call it.
 
     Args:
@@ -47,7 +92,7 @@ def agreed_order(state: LaneState, order: Sequence[str] | None) -> list[str]:
     return [state.members[place].name for place in places.tolist()]
 
 
-def reduce_new(
+def _reduce_new(
     state: LaneState, lane: Lane, options: BucketOptions, weight: float | None, total: float | None
 ) -> LaneState:
     """Reduce what a lane has not, for its parameters came after its buckets; all ranks of the lane must call it.
@@ -81,7 +126,7 @@ def reduce_new(
     return extra
 
 
-def carry_over(old: Sequence[LaneState], new: Sequence[LaneState]) -> None:
+def _carry_over(old: Sequence[LaneState], new: Sequence[LaneState]) -> None:
     """Bring to new buckets what the old ones know: sums, held parameters, state of compressors.
 
     Args:

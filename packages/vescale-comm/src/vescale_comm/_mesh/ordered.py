@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 
 from .._transport import Work
+from ..errors import TransportError
 
 __all__ = ["Ordered", "Steps"]
 
@@ -26,7 +27,7 @@ class Ordered:
         self._steps: Steps | None = steps
         self._before = before
         self._lock = threading.Lock()
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
         self._work: Work | None = None
         self._advance()
 
@@ -61,7 +62,11 @@ class Ordered:
             self._work = next(self._steps)
         except StopIteration:
             self._steps = self._work = None
-        except BaseException as error:
+        except Exception as error:
             self._steps = self._work = None
             self._error = error
+            raise
+        except BaseException as error:
+            self._steps = self._work = None
+            self._error = TransportError(f"The reduction was interrupted by {type(error).__name__}.")
             raise

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..errors import PlanError
 
-__all__ = ["Group", "Params", "check_class", "read_group", "read_groups"]
+__all__ = ["Group", "Params", "check_class", "named", "read_group", "read_groups"]
 
 Params = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[Mapping[str, Any]]
 OWN_KEYS = ("params", "param_names", "optimizer", "plan")
@@ -34,6 +34,12 @@ class Group:
     """How this group is cut; None: as the others."""
     frozen: dict[str, Tensor] = field(default_factory=dict)
     """Parameters of the group that need no gradient, by name; they are left alone."""
+
+
+def named(groups: Iterable[Group]) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and parameters of groups."""
+    for group in groups:
+        yield from zip(group.names, group.parameters, strict=True)
 
 
 def read_groups(given: Params, model: nn.Module | None) -> list[Group]:

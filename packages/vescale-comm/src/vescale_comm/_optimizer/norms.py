@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .._gradients import local_of
 from ..errors import CommError
-from .parts import differing_groups, local_of
+from .parts import differing_groups
 
 if TYPE_CHECKING:
     from .optimizer import DistributedOptimizer

@@ -23,7 +23,7 @@ from .._taken import give_up, refuse_taken, take
 from .._transport import Transport
 from ..errors import CommError
 from .bucketed import Buckets
-from .groups import OWN_KEYS, Group, Params, check_class, read_group, read_groups
+from .groups import OWN_KEYS, Group, Params, check_class, named, read_group, read_groups
 from .inner import Inner
 from .norms import Term, clip_grad_norm_, owners
 from .state import load_groups, load_states, states_of, whole_states
@@ -65,7 +65,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         model: whose modules wait for parameters, if `params_or_model` is not the model itself. Without a model `step`
             waits for the gather.
         main_dtype: dtype in which parameters are updated, such as float32 for a bfloat16 model; None: their own.
-        accumulate_dtype: dtype of gradient buffers and sums; None: `main_dtype`, or else that of the gradients.
+        accumulate_dtype: dtype of gradient buffers and sums; None: `main_dtype`, or else that of the gradients (sums
+            over ranks of 16 bits are in float32 where ranks add in their order).
         plan: "flat": cut anywhere, for optimizers that treat elements alone; "whole": each parameter on one rank, for
             those that look at matrices, such as `torch.optim.Muon`; a rule or a mapping from regular expressions of
             names to rules, for those that look at blocks; "auto": "flat" for the elementwise classes of torch.optim,
@@ -130,7 +131,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         check_class("optimizer_cls", optimizer_cls)
         self._class, self._model, self._plan = optimizer_cls, model, plan
         self._groups = read_groups(params_or_model, model)
-        refuse_taken("DistributedOptimizer", model, _named(self._groups))
+        refuse_taken("DistributedOptimizer", model, named(self._groups))
         self._buckets = Buckets(
             group_or_mesh,
             transport,
@@ -298,7 +299,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return
         number = len(self._groups)
         group = read_group(param_group, number, self._model, self._groups)
-        refuse_taken("DistributedOptimizer", None, _named([group]))
+        refuse_taken("DistributedOptimizer", None, named([group]))
         self.finish_param_sync()
         self._groups.append(group)
         segments = self._buckets.add([group], number, self._class, self._plan)
@@ -387,11 +388,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> NoReturn:
         raise CommError("A DistributedOptimizer holds connections and cannot be copied: make one, load state_dict().")
-
-
-def _named(groups: Sequence[Group]) -> Iterator[tuple[str, Tensor]]:
-    for group in groups:
-        yield from zip(group.names, group.parameters, strict=True)
 
 
 def _let_go(buckets: Buckets, hooks: WaitingHooks | None) -> None:

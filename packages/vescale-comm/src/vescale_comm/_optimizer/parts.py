@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._gradients import local_of
 from .._hooks import plugin_layout
 from .._shards import Box, Whole, whole_of
 from ..errors import CommError
 
-__all__ = ["Part", "differing_groups", "local_of", "part_of"]
+__all__ = ["Part", "differing_groups", "part_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ def part_of(parameter: Tensor, name: str) -> Part:
         )
         box = Box(tuple(offset), tuple(shape))
         groups = differing_groups(parameter, name)
-        return Part(lambda: parameter._local_tensor, Whole(tuple(parameter.shape), (box,)), groups)
+        return Part(lambda: local_of(parameter), Whole(tuple(parameter.shape), (box,)), groups)
     if type(parameter) in (Tensor, torch.nn.Parameter):
         return Part(lambda: parameter, whole_of(parameter.shape), ())
     layout = plugin_layout(parameter)
@@ -56,21 +57,6 @@ def part_of(parameter: Tensor, name: str) -> Part:
     boxes = tuple(Box(tuple(box.offset), tuple(box.shape)) for box in layout.boxes)
     whole = Whole(tuple(layout.global_shape), boxes)
     return Part(lambda: local_of(parameter), whole, differing_groups(parameter, name))
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """Return the plain tensor where the local elements of a tensor of any class lie."""
-    distributed = sys.modules.get("torch.distributed.tensor")
-    if distributed is not None and isinstance(tensor, distributed.DTensor):
-        local: Tensor = tensor._local_tensor
-        functional = sys.modules.get("torch.distributed._functional_collectives")
-        if functional is not None and isinstance(local, functional.AsyncCollectiveTensor):
-            local = local.wait()
-        return local
-    if type(tensor) in (Tensor, torch.nn.Parameter):
-        return tensor
-    layout = plugin_layout(tensor)
-    return tensor if layout is None else layout.local
 
 
 def differing_groups(tensor: Tensor, name: str) -> tuple[dist.ProcessGroup, ...]:

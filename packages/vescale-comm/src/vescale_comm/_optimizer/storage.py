@@ -14,7 +14,7 @@ from torch import Tensor
 from .._plan import BufferPlan
 from .._report.watch import label, watch
 from .._transport import Transport, Work
-from ..errors import CommError
+from ..errors import CommError, TransportError
 from .partition import Entry
 from .parts import Part
 
@@ -142,21 +142,34 @@ class ParameterBuffer:
         """After an update: start to bring the new values to all ranks."""
         if self.main is not self.own:
             self.own.copy_(self.main)
-        work = self._transport.all_gather(self.flat)
+        try:
+            work = self._transport.all_gather(self.flat)
+        except TransportError as error:
+            raise self._failed(error) from error
         self._work = watch(work, "all_gather", self._label, self.flat.nbytes)
         # Graphs that saved the old values must not go through backward any more.
         torch.autograd.graph.increment_version(self.parameters)
         self.accept()
 
+    def _failed(self, error: TransportError) -> TransportError:
+        return TransportError(f"While new values of {self._label()} were gathered: {error}")
+
     def _label(self) -> str:
         return label([slot.name for slot in self.plan.slots])
 
     def wait(self) -> None:
-        """Wait until the newest values are here."""
+        """Wait until the newest values are here.
+
+        Raises:
+            TransportError: they do not come; the text names the parameters.
+        """
         work = self._work
         if work is None:
             return
-        work.wait()
+        try:
+            work.wait()
+        except TransportError as error:
+            raise self._failed(error) from error
         self._work = None
         if self._copies:
             with torch.no_grad():

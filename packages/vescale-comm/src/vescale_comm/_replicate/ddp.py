@@ -39,7 +39,8 @@ class DistributedDataParallel(nn.Module):
             backend adds; None: canonical wherever it costs nothing, which is off NCCL.
         bucket_mb: limit of a bucket, in MiB.
         accumulate_dtype: dtype of sums, over ranks and over the backwards of a window, such as torch.float32 for
-            parameters of bfloat16; None: that of each gradient.
+            parameters of bfloat16; None: that of each gradient, but where ranks add in their order, the sum over ranks
+            of gradients of 16 bits is in float32.
         average: whether sums are divided by the number of ranks.
         compressor: "bf16", "fp16", "int8", "powersgd", "topk", the name of a plugin's, or a function of plan, dtype and
             device that makes the compressor of a bucket; None: gradients travel as they are.

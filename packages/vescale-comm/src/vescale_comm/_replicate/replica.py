@@ -122,8 +122,9 @@ class Replica:
         return transport(group, self.options.transport, order=self.options.order, device=self._device)
 
     def attach(self, module: nn.Module) -> None:
-        """Act before each forward of a module: that of the replica, or one with the same parameters."""
-        self._handles.append(module.register_forward_pre_hook(_Entry(self)))
+        """Act before each forward of a module: that of the replica, or one with some of the same parameters."""
+        if not any(isinstance(hook, _Entry) and hook.replica is self for hook in module._forward_pre_hooks.values()):
+            self._handles.append(module.register_forward_pre_hook(_Entry(self)))
 
     def before_forward(self) -> None:
         """Get ready for a forward with gradients."""

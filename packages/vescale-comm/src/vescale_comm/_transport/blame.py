@@ -45,10 +45,11 @@ class Blame:
         """
         at = f"collective {number}, {call}"
         self._publish(f"{at}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
-        if not isinstance(error, RuntimeError):
-            return TransportError(f"rank {self.rank}: {at} was interrupted by {type(error).__name__}.")
         if self._cut is not None:
             self._cut()
+        if not isinstance(error, RuntimeError):
+            what = f"{type(error).__name__}{f': {error}' if str(error) else ''}"
+            return TransportError(f"rank {self.rank}: {at} was interrupted by {what}.")
         if message is None or message.peer < 0:
             what = f"rank {self.rank}: {at}: {message.verb if message else 'its own part'} failed: {error}"
             return TransportError(what)

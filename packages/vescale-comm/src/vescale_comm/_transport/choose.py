@@ -78,7 +78,10 @@ def transport(
     canonical = order == "canonical" or (order is None and backend != "nccl")
     by_tags = device.type == "cpu" and backend not in NO_TAGS
     carrier = PeerTransport(group) if by_tags else RankOrderTransport(group)
-    _check_agreement(carrier, f"transport {kind!r}, order {order!r}, device {device.type!r}", device)
+    try:
+        _check_agreement(carrier, f"transport {kind!r}, order {order!r}, device {device.type!r}", device)
+    finally:
+        carrier.close()
     emulated = _is_emulated(group)
     if kind in ("p2p", "shared") and not by_tags:
         raise ValueError(f"transport: {kind} is for ranks on CPU that send with tags; got {device.type}:{backend}.")
@@ -107,7 +110,10 @@ def _best(group: ProcessGroup, device: torch.device) -> Transport:
         name = min(costs, key=lambda one: sum(cost.seconds(TYPICAL) for cost in costs[one].values()))
         _chosen[group] = name
         logger.info("transport %s measures best: %s", name, costs)
-    return candidates[name]
+    best = candidates.pop(name)
+    for other in candidates.values():
+        other.close()
+    return best
 
 
 def _rank_order(group: ProcessGroup, device: torch.device) -> Transport:

@@ -68,7 +68,9 @@ class PeerTransport:
         # Ranks of an emulation take turns by themselves; a thread of its own would not have one.
         emulated = is_emulated(group)
         self._progress = None if emulated else Progress()
-        self._blame = Blame(group, f"p2p/{instance}", None if emulated else self._cut)
+        # Nothing refers back to the transport, so that its threads end when nobody has it any more.
+        cut = None if emulated else partial(_cut, group, list(self._peers()), self._first_tag | 0xFFFFFF)
+        self._blame = Blame(group, f"p2p/{instance}", cut)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return zeros."""
@@ -211,16 +213,6 @@ class PeerTransport:
                 messages.append(self._send(outgoing[goal], goal, tag))
         return messages
 
-    def _cut(self) -> None:
-        """Close the connections of the group: ranks that wait for messages of this one get to know that none will come.
-
-        A time-out of one message does that in gloo; here it is one that nobody sends.
-        """
-        nothing = torch.empty(1, dtype=torch.uint8)
-        for peer in self._peers():
-            with suppress(RuntimeError):
-                self._group.recv([nothing], peer, self._first_tag | 0xFFFFFF).wait(timedelta(milliseconds=1))
-
     def _peers(self) -> Iterator[int]:
         return ((self.rank + step) % self.size for step in range(1, self.size))
 
@@ -229,6 +221,17 @@ class PeerTransport:
 
     def _receive(self, tensor: Tensor, peer: int, tag: int) -> Message:
         return posted(lambda: self._group.recv([tensor], peer, tag), "receiving from", peer)
+
+
+def _cut(group: ProcessGroup, peers: Sequence[int], tag: int) -> None:
+    """Close the connections of a group: ranks that wait for messages of this one get to know that none will come.
+
+    A time-out of one message does that in gloo; here it is one that nobody sends.
+    """
+    nothing = torch.empty(1, dtype=torch.uint8)
+    for peer in peers:
+        with suppress(RuntimeError):
+            group.recv([nothing], peer, tag).wait(timedelta(milliseconds=1))
 
 
 _instances: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()

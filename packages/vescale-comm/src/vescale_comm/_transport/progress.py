@@ -11,6 +11,8 @@ import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 
+import torch
+
 from .running import Running
 
 __all__ = ["Progress"]
@@ -31,12 +33,15 @@ class Progress:
             follow: whether messages come after the first ones.
         """
         run.hand_over()
-        self._poster.do(lambda: self._begin(run, follow))
+        # Tensors that were made in inference mode can be written in that mode only, which each thread has for itself.
+        inference = torch.is_inference_mode_enabled()
+        self._poster.do(lambda: self._begin(run, follow, inference))
 
-    def _begin(self, run: Running, follow: bool) -> None:
-        run.begin()
+    def _begin(self, run: Running, follow: bool, inference: bool) -> None:
+        with torch.inference_mode(inference):
+            run.begin()
         if follow:
-            self._follower.do(run.follow)
+            self._follower.do(lambda: _follow(run, inference))
         else:
             run.release()
 
@@ -44,6 +49,11 @@ class Progress:
         """Let the threads end, once what they took is done."""
         self._poster.close()
         self._follower.close()
+
+
+def _follow(run: Running, inference: bool) -> None:
+    with torch.inference_mode(inference):
+        run.follow()
 
 
 class _Worker:

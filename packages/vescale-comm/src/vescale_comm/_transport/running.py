@@ -86,14 +86,14 @@ class Running:
         self._released = threading.Event()
 
     def begin(self) -> None:
-        """Run up to the first messages; a failure is told in `wait`."""
-        with self._lock, suppress(TransportError):
+        """Run up to the first messages; a failure, of whatever kind, is told in `wait`."""
+        with self._lock, suppress(BaseException):
             self._advance()
 
     def follow(self) -> None:
-        """Run up to the last messages, and release it; a failure is told in `wait`."""
+        """Run up to the last messages, and release it; a failure, of whatever kind, is told in `wait`."""
         try:
-            with self._lock, suppress(TransportError):
+            with self._lock, suppress(BaseException):
                 while self._steps is not None and not isinstance(self._messages, Last):
                     self._step()
         finally:

@@ -54,7 +54,11 @@ class SharedTransport:
             TransportError: on all ranks, if ranks are on different hosts or one of them cannot make shared memory.
         """
         self.rank, self.size = group.rank(), group.size()
-        board = meet(PeerTransport(group))
+        carrier = PeerTransport(group)
+        try:
+            board = meet(carrier)
+        finally:
+            carrier.close()
         self._places = Places(board.pids)
         self._engine = Engine(board, self._places, (timeout or group_timeout(group)).total_seconds())
 

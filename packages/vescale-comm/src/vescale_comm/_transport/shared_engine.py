@@ -51,6 +51,8 @@ class Collective:
         """None when all ranks are through."""
         self.lacking = -1
         """Rank that it waits for."""
+        self.is_left = False
+        """Whether the end of `steps` is not that of the collective: others still read staging memory of this rank."""
         self._engine = engine
 
     def wait(self) -> None:
@@ -179,7 +181,12 @@ class Engine:
             free: whether no other rank touches the caller's buffer, so that the caller need not wait.
         """
         self.board.mark(run.number, DONE)
-        run.ready = free
+        run.ready = run.is_left = free
+        if not free:
+            yield from self._left(run)
+
+    def _left(self, run: Collective) -> Steps:
+        """Wait until no rank touches another one's memory any more; it refers to no buffer of the caller."""
         for peer in self.others:
             yield from self.until(peer, run, DONE)
         if run.staging is not None:
@@ -193,7 +200,7 @@ class Engine:
             if run.steps is None:
                 continue
             try:
-                run.lacking = next(run.steps)
+                run.lacking = self._next(run, run.steps)
             except StopIteration:
                 run.steps, run.ready = None, True
                 del self._under_way[run.number]
@@ -205,6 +212,16 @@ class Engine:
                 text = f"rank {self.rank} was interrupted in collective {run.number}, {run.call}."
                 self.fail(TransportError(text))
                 raise
+
+    def _next(self, run: Collective, steps: Steps) -> int:
+        try:
+            return next(steps)
+        except StopIteration:
+            if not run.is_left:
+                raise
+        # Whoever has the result may free its buffer, and can tell that nobody else has it.
+        run.is_left, run.steps = False, self._left(run)
+        return next(run.steps)
 
     def _sleep_until(self, run: Collective, condition: Callable[[], bool]) -> None:
         board = self.board

@@ -14,7 +14,7 @@ BLOCK = 1 << 16
 """Elements that are summed at a time, so that partial sums stay in the cache; a multiple of every vector length."""
 
 LARGE = 2.0**14
-"""Below it, one over a power of two is a normal number of every dtype."""
+"""Powers of two below it, and above one over it, and one over them are normal numbers of every dtype."""
 
 
 def add_in_order(
@@ -74,7 +74,7 @@ def divide(total: Tensor, divisor: float) -> None:
     """Divide in place; where a product gives the same bits, as for powers of two, it takes a third of the time."""
     if divisor == 1:
         return
-    if total.is_floating_point() and math.frexp(divisor)[0] == 0.5 and divisor < LARGE:
+    if total.is_floating_point() and math.frexp(divisor)[0] == 0.5 and 1 / LARGE < divisor < LARGE:
         total.mul_(1 / divisor)
     else:
         total.div_(divisor)
