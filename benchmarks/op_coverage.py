@@ -2,9 +2,9 @@
 
     python benchmarks/op_coverage.py --json coverage.json --markdown docs/op_coverage.md
 
-A sample counts as passed if its result and gradients equal one device's, as distributed if no sharded
-data were gathered for it, and as refused if it raised one of this project's errors. `--sample N` takes
-every N-th operator.
+A sample counts as passed if its result and gradients under random placements equal one device's, as
+distributed if it also runs without gathering when its data are sharded along one dim, and as refused
+if it raised one of this project's errors. `--sample N` takes every N-th operator.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ def markdown(rows: list[OpRow], form: str, mesh: tuple[int, ...]) -> str:
         f"`python benchmarks/op_coverage.py --form {form} --mesh {','.join(map(str, mesh))}`: OpInfo samples of "
         "torch.testing with random placements (S, replicated, varying, partial) per mesh axis, float64, results and "
         "gradients against one device.",
-        "*distributed*: no sharded data were gathered. *refused*: one of this project's errors, which say what to do.",
+        "*distributed*: runs with one dim of its data (first the batch dim) sharded, and nothing is gathered. "
+        "*refused*: one of this project's errors, which say what to do.",
         "",
         "| | |",
         "|---|---|",

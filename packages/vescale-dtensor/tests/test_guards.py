@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from vescale_dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, implicit_communication
 from vescale_dtensor.errors import UnsupportedOperationError
 from vescale_testing import cached_mesh
+from vescale_testing.oracle import placements
 
 
 def _sharded() -> DTensor:
@@ -46,6 +48,9 @@ REFUSED: dict[str, Callable[[DTensor], Any]] = {
     "from_dlpack": lambda x: torch.from_dlpack(x),
     "numpy": lambda x: x.numpy(),
     "jit.trace": lambda x: torch.jit.trace(lambda a: a * 2, (x,)),
+    "jit.script-module": lambda x: torch.jit.script(_linear(x)),
+    "export": lambda x: torch.export.export(_linear(x), (torch.zeros(8),)),
+    "make_fx": lambda x: make_fx(lambda a: a + a.sum())(x),
     "jit.trace-module": lambda x: torch.jit.trace(_module(x), (torch.zeros(8),)),
     "to_sparse": lambda x: x.to_sparse(),
     "sparse_coo": lambda x: torch.sparse_coo_tensor(torch.zeros(1, 2, dtype=torch.long), x, (8,)),
@@ -67,6 +72,12 @@ def _module(x: DTensor) -> nn.Module:
     module = nn.Module()
     module.weight = nn.Parameter(x)
     module.forward = lambda a: a * module.weight  # type: ignore[assignment, operator]
+    return module
+
+
+def _linear(x: DTensor) -> nn.Module:
+    module = nn.Linear(8, 1)
+    module.bias = nn.Parameter(x[:1])
     return module
 
 
@@ -116,6 +127,104 @@ def test_torchscript_knows_the_wrapped_factory() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert torch.jit.script(_scripted)(torch.zeros(1)).item() == 1.0
+
+
+@pytest.mark.ranks(4, pool=True)
+def test_scripted_function_runs_as_the_python_function_that_it_was() -> None:
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scripted = torch.jit.script(_less_its_mean)
+    assert scripted(torch.arange(8.0)).tolist() == [i - 3.5 for i in range(8)]
+    assert scripted(_sharded()).full_tensor().tolist() == [i - 3.5 for i in range(8)]
+
+
+def _less_its_mean(x: torch.Tensor) -> torch.Tensor:
+    return x - x.mean()
+
+
+@pytest.mark.ranks(4, pool=True)
+@pytest.mark.parametrize("codes", ["S0", "I", "R", "P"])
+def test_gradcheck_is_that_of_the_whole_function(codes: str) -> None:
+    value = torch.linspace(0.5, 2, 6, dtype=torch.float64)
+    x = distribute_tensor(value, cached_mesh(4), placements(codes)).requires_grad_()
+    y = torch.linspace(1, 2, 6, dtype=torch.float64, requires_grad=True)
+
+    def fn(a: Any, b: Any) -> Any:
+        return (a * a).cumsum(0), b.exp()
+
+    assert torch.autograd.gradcheck(fn, (x, y))
+    assert torch.autograd.gradgradcheck(lambda a: a.pow(3), x)
+    assert not torch.autograd.gradcheck(lambda a: a * a.detach(), x, raise_exception=False)
+
+
+@pytest.mark.ranks(4, pool=True)
+def test_undefined_gradients_pass_through_moves_and_hooks() -> None:
+    seen = []
+    for codes in ("I", "P"):
+        x = distribute_tensor(torch.ones(4), cached_mesh(4), placements(codes)).requires_grad_()
+        y = x.redistribute(placements("R" if codes == "I" else "I"))
+        y.register_hook(seen.append)
+        z = _Nothing.apply(y)
+        assert torch.autograd.grad(z.sum(), [x], allow_unused=True) == (None,)
+    assert seen == [None, None]
+
+
+class _Nothing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> None:
+        return None
+
+
+@pytest.mark.ranks(4, pool=True)
+def test_collate_stacks_the_whole_tensors() -> None:
+    from torch.utils.data import DataLoader, TensorDataset
+
+    batch = next(iter(DataLoader([_sharded(), _sharded() + 1], batch_size=2)))  # type: ignore[arg-type]
+    assert isinstance(batch, DTensor)
+    assert batch.full_tensor().tolist() == [list(range(8)), list(range(1, 9))]
+    with implicit_communication("allow"):
+        (rows,) = next(iter(DataLoader(TensorDataset(_sharded()), batch_size=3)))
+    assert rows.full_tensor().tolist() == [0, 1, 2]
+
+
+@pytest.mark.ranks(4, pool=True)
+def test_flops_are_those_of_this_rank() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    mesh = cached_mesh(4)
+    x = distribute_tensor(torch.ones(8, 6), mesh, [Shard(0)])
+    w = distribute_tensor(torch.ones(6, 5), mesh, [Replicate()])
+    with FlopCounterMode(display=False) as counter:
+        x @ w
+    assert counter.get_total_flops() == 2 * 8 * 6 * 5 // 4
+
+
+@pytest.mark.ranks(4, pool=True)
+def test_profiler_sees_the_local_operators() -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    x, w = _sharded().view(4, 2), distribute_tensor(torch.ones(2, 3), cached_mesh(4), [Replicate()])
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        x @ w
+    shapes = [e.input_shapes for e in profiler.events() if e.name == "aten::mm"]
+    assert [list(map(list, s)) for s in shapes] == [[[1, 2], [2, 3]]]
+
+
+@pytest.mark.ranks(4, pool=True)
+def test_anomaly_mode_finds_the_operator_on_all_ranks() -> None:
+    import warnings
+
+    x = distribute_tensor(torch.zeros(8), cached_mesh(4), [Shard(0)]).requires_grad_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with torch.autograd.detect_anomaly(check_nan=True), pytest.raises(RuntimeError, match="SqrtBackward0"):
+            (x.sqrt() * 0).sum().backward()
 
 
 @pytest.mark.slow

@@ -21,9 +21,9 @@ nn.functional.cross_entropy nn.functional.scaled_dot_product_attention amax argm
 @pytest.mark.parametrize("form", FORMS)
 def test_operators_are_right_or_refuse(form: str) -> None:
     known = op_names()
-    step = 15 if form == "function" else 5
+    step = {"function": 15, "out": 25}.get(form, 5)
     names = sorted(set(known[::step]) | ({n for n in known if n in ALWAYS} if form == "function" else set()))
-    rows = run_opinfo(names, samples=3, form=form)
+    rows = run_opinfo(names, samples=3, form=form, coverage=False)
     bad = [f"{r.name}: {r.status} {r.messages}" for r in rows if r.status in ("wrong", "failed")]
     assert not bad, "\n".join(bad)
     ran = [r for r in rows if r.status != "skipped"]

@@ -32,7 +32,7 @@ RANDOM = frozenset(
 )
 """Operators whose results are random or unspecified: compared in tests of their own."""
 
-FORMS = ("function", "method", "inplace")
+FORMS = ("function", "method", "inplace", "out")
 
 MEMORY = frozenset({"as_strided.partial_views"})
 """Operators on memory around their argument, which `distribute_tensor` does not copy."""
@@ -47,7 +47,7 @@ class OpRow:
     passed: int = 0
     """Samples whose results (and gradients) equal one device's."""
     distributed: int = 0
-    """Of these, samples that ran without gathering sharded data."""
+    """Of these, samples that run without gathering when data are sharded along one dim, their batch dim perhaps."""
     refused: int = 0
     """Samples that raised one of this project's errors, which say what to do."""
     failed: int = 0
@@ -94,6 +94,7 @@ def run_opinfo(
     samples: int = 4,
     form: str = "function",
     batch: int = 24,
+    coverage: bool = True,
 ) -> list[OpRow]:
     """Run operators on `world` ranks and return their rows in order.
 
@@ -102,24 +103,29 @@ def run_opinfo(
         world: number of gloo ranks.
         mesh: shape of the mesh.
         samples: samples per operator, spread over all that op_db has.
-        form: ``function``, ``method`` or ``inplace``.
+        form: ``function``, ``method``, ``inplace`` or ``out``.
         batch: operators per group of processes.
+        coverage: find out which samples run without gathering; as long as the rest.
     """
     rows: list[OpRow] = []
     for start in range(0, len(names), batch):
-        rows += _run_batch(list(names[start : start + batch]), world, tuple(mesh), samples, form)
+        rows += _run_batch(list(names[start : start + batch]), world, tuple(mesh), samples, form, coverage)
     return rows
 
 
-def _run_batch(names: list[str], world: int, mesh: tuple[int, ...], samples: int, form: str) -> list[OpRow]:
-    arguments = {"names": names, "mesh": mesh, "samples": samples, "form": form}
+def _run_batch(
+    names: list[str], world: int, mesh: tuple[int, ...], samples: int, form: str, coverage: bool
+) -> list[OpRow]:
+    arguments = {"names": names, "mesh": mesh, "samples": samples, "form": form, "coverage": coverage}
     try:
         result = run_ranks(_on_rank, world, timeout=40.0 + 6.0 * len(names), kwargs=arguments)
     except RankFailure as failure:
         if len(names) > 1:
             middle = len(names) // 2
             return [
-                r for half in (names[:middle], names[middle:]) for r in _run_batch(half, world, mesh, samples, form)
+                row
+                for half in (names[:middle], names[middle:])
+                for row in _run_batch(half, world, mesh, samples, form, coverage)
             ]
         return [
             OpRow(
@@ -131,16 +137,19 @@ def _run_batch(names: list[str], world: int, mesh: tuple[int, ...], samples: int
     return [OpRow(**row) for row in result[0]]
 
 
-def _on_rank(rank: int, names: list[str], mesh: tuple[int, ...], samples: int, form: str) -> list[dict[str, Any]]:
+def _on_rank(
+    rank: int, names: list[str], mesh: tuple[int, ...], samples: int, form: str, coverage: bool
+) -> list[dict[str, Any]]:
     warnings.simplefilter("ignore")
     known = dict(_database())
     device_mesh = cached_mesh(*mesh)
-    return [asdict(_run_operator(name, known[name], device_mesh, samples, form)) for name in names]
+    return [asdict(_run_operator(name, known[name], device_mesh, samples, form, coverage)) for name in names]
 
 
-def _run_operator(name: str, op: Any, mesh: Any, samples: int, form: str) -> OpRow:
+def _run_operator(name: str, op: Any, mesh: Any, samples: int, form: str, coverage: bool = True) -> OpRow:
     row = OpRow(name)
-    call = {"function": op, "method": op.method_variant, "inplace": op.inplace_variant}[form]
+    functions = {"function": op, "method": op.method_variant, "inplace": op.inplace_variant}
+    call = functions[form] if form != "out" else _into_out(op) if op.supports_out else None
     dtype = next((d for d in (torch.float64, torch.int64, torch.float32, torch.bool) if d in op.dtypes), None)
     if call is None or dtype is None:
         return row
@@ -150,16 +159,16 @@ def _run_operator(name: str, op: Any, mesh: Any, samples: int, form: str) -> OpR
         def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
             return in_place(x.clone(), *args, **kwargs)
 
-    gradients = op.supports_autograd and dtype == torch.float64
+    gradients = op.supports_autograd and dtype == torch.float64 and form != "out"
     torch.manual_seed(0)
     try:
         inputs = list(op.sample_inputs("cpu", dtype, requires_grad=gradients))
     except Exception as error:  # noqa: BLE001  op_db's own generators raise anything
         row.messages.append(f"no samples: {error}"[:120])
         return row
-    inputs = inputs[:: max(1, len(inputs) // samples)][:samples]
+    inputs = inputs[:: max(1, -(-len(inputs) // samples))]  # op_db tends to put batches last
     for index, sample in enumerate(inputs):
-        status, message = _run_sample(call, sample, mesh, f"{name}/{index}", gradients)
+        status, message = _run_sample(call, sample, mesh, f"{name}/{index}", gradients, coverage)
         agreed: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(agreed, (status, message))
         order = ["wrong", "failed", "refused", "skipped", "passed", "distributed"]
@@ -174,9 +183,27 @@ def _run_operator(name: str, op: Any, mesh: Any, samples: int, form: str) -> OpR
     return row
 
 
-def _run_sample(call: Any, sample: Any, mesh: Any, seed: str, gradients: bool) -> tuple[str, str]:
+def _into_out(op: Any) -> Any:
+    """Call `op` with `out=`: tensors of the shapes of its results, replicated where those are distributed."""
+
+    def target(result: Any) -> Any:
+        from vescale_dtensor import DTensor, Replicate
+
+        out = torch.zeros_like(result)
+        return out.redistribute([Replicate()] * out.device_mesh.ndim) if isinstance(out, DTensor) else out
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = op(*args, **kwargs)
+        out = target(result) if isinstance(result, Tensor) else tuple(map(target, result))
+        op(*args, out=out, **kwargs)
+        return out
+
+    return call
+
+
+def _run_sample(call: Any, sample: Any, mesh: Any, seed: str, gradients: bool, coverage: bool) -> tuple[str, str]:
     from vescale_dtensor import DTensor, distribute_tensor, implicit_communication, random_mode
-    from vescale_dtensor.errors import DTensorError, ImplicitCommunicationError
+    from vescale_dtensor.errors import DTensorError
 
     rng = random.Random(seed)
     plain = (sample.input, sample.args, sample.kwargs)
@@ -187,36 +214,80 @@ def _run_sample(call: Any, sample: Any, mesh: Any, seed: str, gradients: bool) -
         return "skipped", f"one device raises {type(error).__name__}"
 
     def distribute(t: Any) -> Any:
-        if not isinstance(t, Tensor) or t.layout != torch.strided or t.is_quantized:
+        if not _distributable(t):
             return t
         return distribute_tensor(t.detach(), mesh, _placements(t, mesh.ndim, rng)).requires_grad_(t.requires_grad)
 
     ours = tree_map(distribute, plain)
     if not any(isinstance(t, DTensor) for t in tree_flatten(ours)[0]):
         return "skipped", ""
-    status = "distributed"
     try:
-        try:
+        with implicit_communication("allow"), random_mode("whole"):
             torch.manual_seed(0)
-            with implicit_communication("error"), random_mode("whole"):
-                actual = call(ours[0], *ours[1], **ours[2])
-        except ImplicitCommunicationError:
-            status = "passed"
-            torch.manual_seed(0)
-            with implicit_communication("allow"), random_mode("whole"):
-                actual = call(ours[0], *ours[1], **ours[2])
-        with implicit_communication("allow"):
-            compare(actual, expected, rtol=1e-6, atol=1e-7, requires_grad=False)
-            if gradients:
-                leaves = tree_flatten(plain)[0], tree_flatten(ours)[0]
-                compare_gradients(*leaves, expected, actual, rtol=1e-6, atol=1e-7)
+            actual = call(ours[0], *ours[1], **ours[2])
+            _compare(actual, expected, plain, ours, gradients)
+        distributed = coverage and _runs_distributed(call, plain, expected, mesh, gradients)
+        return "distributed" if distributed else "passed", ""
     except DTensorError as error:
         return "refused", f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
     except AssertionError as error:
         return "wrong", " ".join(str(error).split())[:300]
     except Exception as error:  # noqa: BLE001
         return "failed", f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
-    return status, ""
+
+
+def _compare(actual: Any, expected: Any, plain: Any, ours: Any, gradients: bool) -> None:
+    compare(actual, expected, rtol=1e-6, atol=1e-7, requires_grad=False)
+    if gradients:
+        leaves = tree_flatten(plain)[0], tree_flatten(ours)[0]
+        compare_gradients(*leaves, expected, actual, rtol=1e-6, atol=1e-7)
+
+
+def _runs_distributed(call: Any, plain: Any, expected: Any, mesh: Any, gradients: bool) -> bool:
+    """Whether sharding one dim of the data, along the first mesh axis, needs no gathering, and gives the result."""
+    from vescale_dtensor import Replicate, Shard, distribute_tensor, implicit_communication, random_mode
+    from vescale_dtensor.errors import DTensorError
+
+    leaves, tree = tree_flatten(plain)
+    positions = [i for i, t in enumerate(leaves) if _distributable(t)]
+    for dims in _shardings([tuple(leaves[i].shape) for i in positions]):
+        ours = list(leaves)
+        for i, dim in zip(positions, dims, strict=True):
+            placements: list[Any] = [Replicate()] * mesh.ndim
+            placements[0] = Replicate() if dim is None else Shard(dim)
+            t = leaves[i]
+            ours[i] = distribute_tensor(t.detach(), mesh, placements).requires_grad_(t.requires_grad)
+        arguments = torch.utils._pytree.tree_unflatten(ours, tree)
+        try:
+            torch.manual_seed(0)
+            with implicit_communication("error"), random_mode("whole"):
+                actual = call(arguments[0], *arguments[1], **arguments[2])
+        except DTensorError:
+            continue
+        with implicit_communication("allow"):
+            _compare(actual, expected, plain, arguments, gradients)
+        return True
+    return False
+
+
+def _shardings(shapes: list[tuple[int, ...]]) -> list[tuple[int | None, ...]]:
+    """Ways to shard: the batch dim of all that have it, one dim of all that have it in the same place, one of one."""
+    found: list[tuple[int | None, ...]] = []
+    batch = next((s[0] for s in shapes if s and s[0] > 1), None)
+    if batch is not None:
+        found.append(tuple(0 if s and s[0] == batch else None for s in shapes))
+    for i, shape in enumerate(shapes[:3]):
+        for d, length in enumerate(shape[:4]):
+            if length < 2:
+                continue
+            behind = len(shape) - d
+            found.append(tuple(len(s) - behind if len(s) >= behind and s[-behind] == length else None for s in shapes))
+            found.append(tuple(d if i == j else None for j in range(len(shapes))))
+    return list(dict.fromkeys(found))[:12]
+
+
+def _distributable(t: Any) -> bool:
+    return isinstance(t, Tensor) and t.layout == torch.strided and not t.is_quantized
 
 
 def _placements(t: Tensor, mesh_ndim: int, rng: random.Random) -> list[Any]:

@@ -18,15 +18,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten
 
 Codes = str
-"""Placements of one tensor, one code per mesh axis: ``"S0 I"``, ``"R P"`` (I replicated, R varying, P pending sum)."""
+"""Placements of one tensor, one code per mesh axis: ``"S0 I"``, ``"R P"`` (I replicated, R varying, P pending sum),
+``"N1/3 G2/4.0"`` (dim 1 in 3 interleaved blocks; 2 leading dims flattened and cut raggedly, 4 to 0)."""
 
 
 def placements(codes: Codes) -> list[Any]:
     """Translate ``"S0 R P I"`` into placements."""
-    from vescale_dtensor import Partial, Replicate, Shard, Varying
+    return [_placement(c) for c in codes.split()]
+
+
+def _placement(code: str) -> Any:
+    from vescale_dtensor.placements import InterleavedShard, Partial, RaggedShard, Replicate, Shard, Varying
 
     simple = {"I": Replicate, "R": Varying, "P": Partial}
-    return [simple[c]() if c in simple else Shard(int(c[1:])) for c in codes.split()]
+    if code in simple:
+        return simple[code]()
+    first, _, rest = code[1:].partition("/")
+    if code[0] == "G":
+        return RaggedShard(tuple(range(int(first))), tuple(map(int, rest.split("."))))
+    return InterleavedShard(int(first), int(rest)) if code[0] == "N" else Shard(int(first))
 
 
 def all_codes(ndim: int, mesh_ndim: int, *, partial: bool = False) -> list[Codes]:

@@ -166,6 +166,12 @@ def test_mesh_and_placements_of_a_plugin_are_a_rule_where_they_give_its_boxes(pr
         held = describe("w", tensor, range(3), 2)
         assert held.spec.layout == Rule(Mesh((3,), range(3)), ("IS(1,2)",))
         check(held, whole, tensor.local, 2)
+        # The same, told in the order of the storage
+        boxes = [box((row, column), (1, 1)) for row in range(4) for column in (2, 5)]
+        tensor = Ragged(whole[:, [2, 5]].clone(), (4, 6), boxes, device_mesh=mesh, placements=(interleaved,))
+        held = describe("w", tensor, range(3), 2)
+        assert held.spec.layout == Rule(Mesh((3,), range(3)), ("IS(1,2)",))
+        check(held, whole, tensor.local, 2)
         # Other boxes than the placements say
         tensor = Ragged(whole[2:].clone(), (4, 6), [box((2, 0), (2, 6))], device_mesh=mesh, placements=(units,))
         held = describe("w", tensor, range(3), 2)

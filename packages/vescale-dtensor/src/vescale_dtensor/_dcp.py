@@ -13,55 +13,59 @@ import torch
 from torch import Tensor
 
 from ._comm.move import strip
+from ._pieces import Piece, view_of
 from ._tensor import DTensor
 from .errors import UnsupportedOperationError
 from .placements import P
 
 
-def _chunk(x: DTensor) -> Any:
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
+def _pieces(x: DTensor) -> tuple[Piece, ...]:
     spec = x._spec
     if any(t == P and size > 1 for t, size in zip(spec.types, spec.mesh.sizes, strict=True)):
         raise UnsupportedOperationError(
             f"torch.distributed.checkpoint: a pending sum ({spec!r} on {spec.mesh!r}) has no value to "
             "save or load yet; redistribute it to Replicate() or Shard(dim) first"
         )
-    return ChunkStorageMetadata(offsets=torch.Size(spec.local_offset), sizes=torch.Size(spec.local_shape))
-
-
-def _is_empty(x: DTensor) -> bool:
-    return x._spec.numel > 0 and 0 in x._spec.local_shape
+    if spec.numel == 0:
+        return (Piece((tuple([0] * spec.ndim), spec.local_shape), tuple((0, n) for n in spec.local_shape)),)
+    return spec.pieces_of(spec.mesh.coordinate).pieces
 
 
 def create_write_items(self: DTensor, fqn: str, _: Any) -> list[Any]:
-    """What this rank writes: its block, if it has one."""
+    """What this rank writes: its blocks, if it has any."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-    chunk = _chunk(self)
-    if _is_empty(self):
-        return []
-    data = TensorWriteData(
-        chunk=chunk, properties=TensorProperties.create_from_tensor(strip(self).detach()), size=self._spec.shape
-    )
-    return [WriteItem(index=MetadataIndex(fqn, chunk.offsets), type=WriteItemType.SHARD, tensor_data=data)]
+    items = []
+    for chunk in create_chunk_list(self):
+        data = TensorWriteData(
+            chunk=chunk, properties=TensorProperties.create_from_tensor(strip(self).detach()), size=self._spec.shape
+        )
+        items.append(WriteItem(index=MetadataIndex(fqn, chunk.offsets), type=WriteItemType.SHARD, tensor_data=data))
+    return items
 
 
 def create_chunk_list(self: DTensor) -> list[Any]:
-    """What this rank reads: its block, if it has one."""
-    chunk = _chunk(self)
-    return [] if _is_empty(self) else [chunk]
+    """What this rank reads: its blocks, if it has any."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    return [
+        ChunkStorageMetadata(offsets=torch.Size(offset), sizes=torch.Size(shape))
+        for (offset, shape), _ in _pieces(self)
+    ]
 
 
 def get_tensor_shard(self: DTensor, index: Any) -> Tensor:
-    """The memory of this rank's block."""
-    if index.offset is not None and tuple(index.offset) != self._spec.local_offset:
-        raise ValueError(
-            f"torch.distributed.checkpoint asked for the block of {index.fqn!r} at {tuple(index.offset)}; "
-            f"this rank holds the one at {self._spec.local_offset} of {self._spec!r}"
-        )
-    return strip(self).detach()
+    """The memory of one of this rank's blocks."""
+    pieces = _pieces(self)
+    local = strip(self).detach()
+    for piece in pieces:
+        if index.offset is None or tuple(index.offset) == piece.box[0]:
+            return view_of(local, piece)
+    raise ValueError(
+        f"torch.distributed.checkpoint asked for the block of {index.fqn!r} at {tuple(index.offset)}; "
+        f"this rank holds those at {[piece.box[0] for piece in pieces]} of {self._spec!r}"
+    )
 
 
 def install() -> None:

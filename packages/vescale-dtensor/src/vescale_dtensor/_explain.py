@@ -25,6 +25,8 @@ from ._comm.record import Collective, listeners
 from ._dispatch import engine, fallback
 from ._dispatch.call import function_name
 from ._dispatch.solve import unwanted
+from ._experts.forward import run_experts
+from ._experts.lists import run_block
 from ._modules.forward import Converter
 from ._tensor import DTensor
 
@@ -250,6 +252,8 @@ _CAUSES = {
     DTensor.redistribute.__code__: "redistribute",
     DTensor.full_tensor.__code__: "redistribute",
     Converter.tensor.__code__: "plan",
+    run_experts.__code__: "operator",
+    run_block.__code__: "operator",
 }
 
 

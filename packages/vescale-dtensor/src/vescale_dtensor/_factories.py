@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ._comm.move import run_plan
 from ._comm.plan import plan
+from ._deferred import require_outside
 from ._mesh import mesh_info
 from ._spec import Spec, replicated, spec_of
 from ._tensor import DTensor, make
@@ -35,6 +36,7 @@ def _shape(size: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def _spec(shape: tuple[int, ...], device_mesh: DeviceMesh | None, placements: Placements, layout: torch.layout) -> Spec:
+    require_outside("a factory of DTensors")
     if layout is not torch.strided:
         raise ValueError(f"layout = {layout}: DTensors are strided")
     if device_mesh is None:
@@ -159,6 +161,9 @@ def arange(
     if all(isinstance(v, int) for v in (start, end, step)) and step and dtype in (None, torch.int64):
         size = max(0, -((start - end) // step))  # integers are exact, so each rank makes its own only
         spec = _spec((size,), device_mesh, placements, layout)
+        if spec.irregular:
+            whole = torch.arange(start, end, step, device=spec.mesh.device_type)
+            return _cut(whole, device_mesh, placements, layout, requires_grad)
         (offset,), (length,) = spec.local_offset, spec.local_shape
         own = torch.arange(offset, offset + length, device=spec.mesh.device_type)
         return _done(own.mul_(step).add_(start), spec, requires_grad)
@@ -194,6 +199,9 @@ def eye(
 ) -> DTensor:
     """Return the `n` by `m` (default: `n`) identity matrix. See `empty`."""
     spec = _spec(_shape((n, n if m is None else m)), device_mesh, placements, layout)
+    if spec.irregular:
+        whole = torch.eye(*spec.shape, dtype=dtype, device=spec.mesh.device_type)
+        return _cut(whole, device_mesh, placements, layout, requires_grad)
     rows, columns = (
         torch.arange(o, o + length, device=spec.mesh.device_type)
         for o, length in zip(spec.local_offset, spec.local_shape, strict=True)

@@ -34,6 +34,10 @@ def to_torch(tensor: DTensor) -> TorchDTensor:
         )
     x = move(tensor, tuple(I if t == R else t for t in tensor._spec.types))
     spec = x._spec
+    if spec.irregular:
+        raise UnsupportedOperationError(
+            f"torch's DTensor has no counterpart for {spec!r}; redistribute it to Shard(dim) or Replicate() first"
+        )
     return TorchDTensor.from_local(
         strip(x), spec.mesh.device_mesh, x.placements, run_check=False, shape=spec.shape, stride=tuple(x.stride())
     )

@@ -43,7 +43,8 @@ class Layout:
     global_stride: tuple[int, ...]
     """Strides that the whole would have on one device."""
     boxes: list[LayoutBox]
-    """The local elements, one box."""
+    """The local elements in the order of a contiguous `local`: one box, or several where a shard is ragged or
+    interleaved."""
     local: Tensor
     """The local part; shares memory, carries no gradient."""
     replicas: tuple[int, int]
@@ -60,11 +61,26 @@ def layout_of(tensor: Tensor) -> Layout | None:
     return Layout(
         tuple(spec.shape),
         tuple(tensor.stride()),
-        [LayoutBox(spec.local_offset, spec.local_shape)],
+        _boxes(spec),
         strip(tensor).detach(),
         _replica(spec),
         any(t == P and spec.mesh.sizes[a] > 1 for a, t in enumerate(spec.types)),
     )
+
+
+def _boxes(spec: Spec) -> list[LayoutBox]:
+    if spec.irregular:
+        return [LayoutBox(*box) for box in spec.boxes_of(spec.mesh.coordinate)]
+    return [LayoutBox(spec.local_offset, spec.local_shape)]
+
+
+def _holds(spec: Spec, wanted: list[LayoutBox]) -> bool:
+    """Whether this rank holds just these boxes: in the order of the local part, or one per block of a dim."""
+    if not spec.irregular:
+        return _boxes(spec) == wanted
+    pieces = [LayoutBox(*p.box) for p in spec.pieces_of(spec.mesh.coordinate).pieces]
+    some = [box for box in wanted if 0 not in box.shape]
+    return some in (_boxes(spec), pieces)
 
 
 def _replica(spec: Spec) -> tuple[int, int]:
@@ -77,13 +93,13 @@ def _replica(spec: Spec) -> tuple[int, int]:
 
 
 def from_layout(like: Tensor, boxes: Sequence[Box]) -> DTensor | None:
-    """Allocate a DTensor like `like` whose local part is the one box in `boxes`; None for other tensors.
+    """Allocate a DTensor like `like` whose local part is `boxes`; None for other tensors.
 
-    Communicates nothing, so the placements are found from this rank's box: those of `like` where they give
-    it, else the only other ones that do.
+    Communicates nothing, so the placements are found from this rank's boxes: those of `like` where they give
+    them, else the only other ones of `Shard` and `Replicate` that do.
 
     Raises:
-        UnsupportedOperationError: no placements give the box, or several do.
+        UnsupportedOperationError: no placements give the boxes, or several do.
     """
     if not isinstance(like, DTensor):
         return None
@@ -92,7 +108,7 @@ def from_layout(like: Tensor, boxes: Sequence[Box]) -> DTensor | None:
     here = (
         spec.invariant if P not in spec.types else spec.with_types(tuple(I if t in (P, R) else t for t in spec.types))
     )
-    if wanted != [LayoutBox(here.local_offset, here.local_shape)]:
+    if not _holds(here, wanted):
         here = _only_spec(spec, wanted)
     local = torch.empty(here.local_shape, dtype=like.dtype, device=like.device)
     return make(local, here)
@@ -103,7 +119,7 @@ def _only_spec(spec: Spec, wanted: list[LayoutBox]) -> Spec:
     found: list[AxisTypes] = []
     for types in itertools.product(choices, repeat=spec.mesh.ndim):
         candidate = spec.with_types(types)
-        if [LayoutBox(candidate.local_offset, candidate.local_shape)] == wanted:
+        if _holds(candidate, wanted):
             found.append(types)
     if len(found) == 1:
         return spec.with_types(found[0])

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ._comm.move import move, strip
+from ._irregular import Ragged, cut_dims_of
 from ._mesh import MeshInfo, mesh_info
 from ._spec import spec_of
 from ._tensor import DTensor, make
@@ -154,11 +155,11 @@ def _label(result: Any, placements: Placed, mesh: MeshInfo, even: bool, where: s
             f"{where} = {placements}, but that result is a {type(result).__name__}, not a plain local tensor"
         )
     types = to_axis_types(placements, mesh_ndim=mesh.ndim, ndim=result.ndim, argument=where)
-    if not even:
+    if not even or any(isinstance(t, Ragged) for t in types):
         return DTensor.from_local(result, mesh.device_mesh, placements)
     shape = list(result.shape)
     for axis, t in enumerate(types):
-        if t >= 0:
-            shape[t] *= mesh.sizes[axis]
+        for dim in cut_dims_of(t):
+            shape[dim] *= mesh.sizes[axis]
     spec = spec_of(mesh, shape, types)
     return make(result, spec if torch.is_grad_enabled() else spec.invariant)

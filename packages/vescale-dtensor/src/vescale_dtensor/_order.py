@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ._irregular import Ragged, cut_dims_of
 from ._spec import Spec, global_stride
 
 __all__ = ["agreed_stride", "in_order", "keep_order", "loses_order", "ranks_may_differ"]
@@ -48,7 +49,13 @@ def _stride_like(new: tuple[int, ...], shape: Sequence[int], stride: Sequence[in
 
 def loses_order(spec: Spec) -> bool:
     """Whether this rank holds at most one position of a dim, so that elementwise operators may forget the order."""
+    if spec.irregular and _is_ragged(spec):
+        return False  # what is flattened lies in the usual order
     return sum(n > 1 for n in spec.shape) > 1 and any(spec.local_shape[d] < 2 <= spec.shape[d] for d in spec.sharded)
+
+
+def _is_ragged(spec: Spec) -> bool:
+    return any(isinstance(t, Ragged) for t in spec.types)
 
 
 def keep_order(result: Tensor, operands: Iterable[object], memory_format: torch.memory_format | None = None) -> Tensor:
@@ -104,13 +111,15 @@ def ranks_may_differ(spec: Spec) -> bool:
     """Whether some rank holds at most one position of a dim of which another one holds more (or none)."""
     found: bool | None = spec.cache.get(ranks_may_differ)
     if found is None:
-        found = spec.cache[ranks_may_differ] = sum(n > 1 for n in spec.shape) > 1 and any(
-            len(_kinds(spec, dim)) > 1 for dim in spec.sharded
+        found = spec.cache[ranks_may_differ] = (
+            sum(n > 1 for n in spec.shape) > 1
+            and not _is_ragged(spec)
+            and any(len(_kinds(spec, dim)) > 1 for dim in spec.sharded)
         )
     return found
 
 
 def _kinds(spec: Spec, dim: int) -> set[int]:
     """Numbers of positions of a dim that ranks hold: 0, 1, or 2 for more."""
-    ranges = [range(n) if t == dim else range(1) for n, t in zip(spec.mesh.sizes, spec.types, strict=True)]
-    return {min(spec.box_of(c)[1][dim], 2) for c in itertools.product(*ranges)}
+    ranges = [range(n) if dim in cut_dims_of(t) else range(1) for n, t in zip(spec.mesh.sizes, spec.types, strict=True)]
+    return {min(spec.pieces_of(c).shape[dim], 2) for c in itertools.product(*ranges)}

@@ -24,9 +24,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import _hooks
+from ._irregular import is_cut
 from ._mesh import MeshInfo
 from ._order import agreed_stride, ranks_may_differ
+from ._pieces import read, write
 from ._spec import Spec, contiguous_stride
+from ._tap import slot
 from .errors import DTensorError, UnsupportedOperationError
 from .placements import P
 
@@ -141,6 +144,9 @@ def fill(
     Returns:
         `local`.
     """
+    if slot.recorder is not None:
+        slot.recorder.atomic(fill, (op, local, spec, args, kwargs or {}), {"contiguous": contiguous}, writes=True)
+        return local
     return _run(_fill, (), (op, local, spec, args, kwargs or {}, contiguous), {})  # type: ignore[no-any-return]
 
 
@@ -171,6 +177,9 @@ def _fill(
 
 def keep_mask(noise: Tensor, spec: Spec, p: float) -> Tensor:
     """`fill("dropout", noise, spec, (p,))` with dispatch off, by the shortest way."""
+    if slot.recorder is not None:
+        slot.recorder.atomic(keep_mask, (noise, spec, p), {}, writes=True)
+        return noise
     if state.mode == "shard":
         device = noise.device
         prepared = spec.cache.get(("dropout", noise.dtype, device, noise.stride()))
@@ -199,7 +208,7 @@ def _fill_whole(
 
 def _among_zeros(part: Tensor, spec: Spec) -> Tensor:
     whole = part.new_zeros(tuple(spec.shape))
-    window(whole, spec).copy_(part)
+    write(whole, spec.pieces_of(spec.mesh.coordinate), part)
     return whole
 
 
@@ -214,15 +223,24 @@ def _fill_by_provider(
     shape = tuple(spec.shape)
     stride = contiguous_stride(shape) if contiguous else agreed_stride(spec, local.stride())
     if scope == "local":
-        boxes = (_Box(spec.local_offset, spec.local_shape),)
+        boxes: tuple[_Box, ...]
+        if spec.irregular:
+            boxes = tuple(_Box(*b) for b in spec.boxes_of(spec.mesh.coordinate))
+        else:
+            boxes = (_Box(spec.local_offset, spec.local_shape),)
         prepare = getattr(asked, "prepare", None)
-        if prepare is not None and not ranks_may_differ(spec) and P not in spec.types:
+        if prepare is not None and not spec.irregular and not ranks_may_differ(spec) and P not in spec.types:
             draw = prepare(op, local, shape, stride, boxes)
             spec.cache[op, local.dtype, local.device, local.stride()] = state.token, draw
             draw(local, args, kwargs)
             return
         target = local if local.is_contiguous() else torch.empty_like(local, memory_format=torch.contiguous_format)
-        asked.fill(op, target, shape, stride, boxes, args, kwargs)
+        drawn = target
+        if spec.irregular:  # of the shape of the one box, or the elements of several boxes in a row
+            part = boxes[0].shape if len(boxes) == 1 else (-1,)
+            drawn = target.view(part)
+            args = tuple(a.reshape(part) if isinstance(a, Tensor) and a.ndim else a for a in args)
+        asked.fill(op, drawn, shape, stride, boxes, args, kwargs)
         if target is not local:
             local.copy_(target)
         return
@@ -237,7 +255,9 @@ def _fill_by_provider(
 
 
 def window(whole: Tensor, spec: Spec) -> Tensor:
-    """View of this rank's part of a whole tensor."""
+    """This rank's part of a whole tensor: a view where it is one block, else a copy."""
+    if spec.irregular:
+        return read(whole, spec.pieces_of(spec.mesh.coordinate))
     for dim in spec.sharded:
         whole = whole.narrow(dim, spec.local_offset[dim], spec.local_shape[dim])
     return whole
@@ -320,7 +340,7 @@ def shard_generator(spec: Spec, source: torch.Generator, device: torch.device) -
     if index is None:
         index = 0
         for axis, kind in enumerate(spec.types):
-            if kind >= 0:
+            if is_cut(kind):
                 index = index * spec.mesh.sizes[axis] + spec.mesh.coordinate[axis]
         spec.cache[shard_generator] = index
     own = _streams.generators.get(device)

@@ -21,6 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 from ._comm.move import Pending, move, strip
 from ._mesh import _restore, mesh_info
 from ._spec import Spec, global_stride, spec_of
+from ._tap import alias
 from .placements import I, R, dual, duals, short, to_axis_types, to_placement
 
 _run = torch._C._disabled_torch_function_impl
@@ -128,8 +129,9 @@ class DTensor(torch.Tensor):
 
     @property
     def local_offset(self) -> tuple[int, ...]:
-        """Position of this rank's part in the global tensor."""
-        return self._spec.local_offset
+        """Position of this rank's part in the global tensor; an error where that is several blocks."""
+        offset = self._spec.local_offset
+        return offset if not self._spec.irregular else tuple(offset)  # the latter raises, and says what to do
 
     @staticmethod
     def from_local(
@@ -150,7 +152,8 @@ class DTensor(torch.Tensor):
             placements: how the parts form the whole, one placement per mesh axis.
             run_check: compare shapes and dtypes over the mesh and find uneven sizes (one small
                 collective). Without it, and without `shape`, the parts must be of equal size.
-            shape: global shape; needed without `run_check` for uneven parts.
+            shape: global shape; needed without `run_check` for uneven parts, and for ragged shards of several dims,
+                whose parts may be given flat.
             stride: accepted for compatibility with torch; the stride follows from the local part.
             grad_placements: placements of the gradient that `local_tensor` receives; default: the
                 dual of `placements`.
@@ -284,7 +287,7 @@ torch.serialization.add_safe_globals([_rebuild, spec_of, _restore])  # for torch
 
 def make(local: Tensor, spec: Spec) -> DTensor:
     """Label an alias of a plain local tensor, connected to its graph."""
-    x = _run(Tensor.as_subclass, (), (local, Tensor), {})
+    x: Any = alias(local)
     x.__class__ = DTensor
     x._spec = spec
     return x  # type: ignore[no-any-return]

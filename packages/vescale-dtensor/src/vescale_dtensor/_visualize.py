@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._mesh import MeshInfo, mesh_info
-from ._spec import Box, Spec, box_at, spec_of
+from ._spec import Box, Spec, spec_of
 from ._tensor import DTensor
 from .placements import P, Placement, to_axis_types, to_placement
 
@@ -57,10 +57,18 @@ def _title(spec: Spec) -> str:
 
 
 def _holders(mesh: MeshInfo, spec: Spec) -> list[tuple[int, Box]]:
-    """(rank, box) of every rank of the mesh, in order of rank."""
+    """(rank, box) of every rank of the mesh, in order of rank; several boxes of a rank where its part is not one."""
     grid = mesh.device_mesh.mesh
     coordinates = [tuple(c) for c in (grid >= -1).nonzero().tolist()]
-    return sorted((int(grid[c]), box_at(mesh, spec.shape, spec.types, c)) for c in coordinates)
+    found: list[tuple[int, Box]] = []
+    for c in coordinates:
+        boxes = [p.box for p in spec.pieces_of(c).pieces] if spec.irregular else [spec.box_of(c)]
+        found += [(int(grid[c]), box) for box in boxes or [_nothing(spec)]]
+    return sorted(found)
+
+
+def _nothing(spec: Spec) -> Box:
+    return (0,) * spec.ndim, (0,) * spec.ndim
 
 
 def _body(spec: Spec) -> list[str]:

@@ -13,6 +13,8 @@ __all__ = [
     "MeshMismatchError",
     "PlainTensorError",
     "PlanError",
+    "RuleError",
+    "StaticWarning",
     "UnsupportedOperationError",
 ]
 
@@ -37,9 +39,17 @@ class UnsupportedOperationError(DTensorError, NotImplementedError):
     """An operation cannot be done on a DTensor, or would silently see only the local part."""
 
 
+class RuleError(DTensorError):
+    """A sharding rule is wrong: `verify_rule` found that it does not give what one device gives."""
+
+
 class PlanError(ValueError):
     """A parallel plan does not fit the module or the mesh."""
 
 
 class ImplicitCommunicationWarning(UserWarning):
     """An operation moved sharded data that nobody asked to move, under the policy ``"warn"``."""
+
+
+class StaticWarning(UserWarning):
+    """A call of something static stays dynamic, because it cannot be repeated blindly."""

@@ -229,3 +229,13 @@ def test_sums_that_are_strided_in_memory() -> None:
     part = torch.arange(36.0).reshape(6, 6).diagonal()
     d = DTensor.from_local(part, cached_mesh(4), placements("P"))
     assert torch.equal(d.redistribute(placements("S0")).full_tensor(), part * 4)
+
+
+@pytest.mark.ranks(4, pool=True)
+@pytest.mark.parametrize("target", ["I", "S1", "S0"])
+@pytest.mark.parametrize("source", ["S0", "P"])
+def test_conjugates_and_negatives_that_are_flags(source: str, target: str) -> None:
+    x = torch.view_as_complex(torch.arange(64.0, dtype=torch.float64).view(8, 4, 2))
+    ours = distribute_tensor(x, cached_mesh(4), placements(source))
+    for fn in (torch.conj, lambda t: t.conj().imag, lambda t: torch._neg_view(t.real)):
+        assert torch.equal(fn(ours).redistribute(placements(target)).full_tensor(), fn(x))

@@ -138,3 +138,20 @@ def test_uneven_grouped_heads_are_moved_not_misaligned() -> None:
     with implicit_communication("allow"):
         out = check_op(sdpa, args, ["S1", "S1", "S1"], cached_mesh(4), kwargs={"enable_gqa": True})
     assert out.placements != (Shard(1),)
+
+
+@pytest.mark.ranks(4, pool=True)
+def test_query_heads_find_their_groups_among_all_key_and_value_heads() -> None:
+    """Two groups of heads over four ranks do not divide; a cut inside a cut of queries alone keeps them apart too."""
+    args = _qkv(8, 2)
+    for shape, codes in {
+        (4,): ["S1", "R", "R"],
+        (2, 2): ["S1 S1", "S1 R", "S1 R"],
+    }.items():
+        for kwargs in ({}, {"is_causal": True}, {"scale": 0.5}):
+            with implicit_communication("error"):
+                result = check_op(sdpa, args, codes, cached_mesh(*shape), kwargs={"enable_gqa": True, **kwargs})
+            assert all(p == Shard(1) for p in result.placements)
+    for codes in (["S1 S1", "R S1", "R S1"], ["S1 S2", "R R", "R R"], ["S1 S1", "R S1", "S1 R"]):
+        with implicit_communication("allow"):
+            check_op(sdpa, args, codes, cached_mesh(2, 2), kwargs={"enable_gqa": True, "is_causal": True})

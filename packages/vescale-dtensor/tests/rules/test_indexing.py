@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vescale_dtensor import Shard, distribute_tensor, implicit_communication
+from vescale_dtensor import Replicate, Shard, distribute_tensor, implicit_communication
 from vescale_dtensor.errors import ImplicitCommunicationError, PlainTensorError, UnsupportedOperationError
+from vescale_dtensor.placements import InterleavedShard
 from vescale_testing import cached_mesh
 from vescale_testing.oracle import check_op, placements, random_codes
 
@@ -41,6 +42,8 @@ READS: dict[str, Fn] = {
     "list-negative": lambda x: x[:, [-1, 0]],
     "two-lists": lambda x: x[[0, 1], [2, 3]],
     "apart": lambda x: x[[0, 1], :, [2, 3]],
+    "lists-then-none": lambda x: x[[0, 1], [2, 3], :, None],
+    "lists-for-all-then-none": lambda x: x[[0, 1], [2, 3], [1, 1], None],
     "list-and-int": lambda x: x[2, :, [1, 3]],
     "list-and-slice": lambda x: x[1:4, [0, 3]],
     "narrow": lambda x: x.narrow(1, 1, 3),
@@ -358,3 +361,25 @@ def test_index_errors() -> None:
         torch.zeros(4, 6)[0] = x[0]
     with pytest.raises(RuntimeError, match="out of range"):
         x[distribute_tensor(torch.tensor([0, 9]), cached_mesh(4))]
+
+
+@pytest.mark.ranks(4, pool=True)
+def test_interleaved_dims_that_no_index_touches_stay_interleaved() -> None:
+    mesh, kind = cached_mesh(2, 2), InterleavedShard(1, 2)
+    x = torch.arange(4 * 8 * 3, dtype=torch.float64).reshape(4, 8, 3)
+    positions = torch.tensor([3, 0, 0, 2])
+    whole = x.clone().requires_grad_()
+    ours = distribute_tensor(x, mesh, [Replicate(), kind]).requires_grad_()
+    index = distribute_tensor(positions, mesh, [Shard(0), Replicate()])
+    with implicit_communication("error"):
+        taken = ours[index]
+        taken.square().sum().backward()
+    assert taken.placements == (Shard(0), kind)
+    assert torch.equal(taken.full_tensor(), x[positions])
+    whole[positions].square().sum().backward()
+    assert torch.equal(ours.grad.full_tensor(), whole.grad)
+    ours, where = ours.detach(), distribute_tensor(torch.tensor([5, 1]), mesh, [Replicate()] * 2)
+    with implicit_communication("allow"):  # the blocks are re-cut to read along them, and to be written to
+        assert torch.equal(ours[:, where].full_tensor(), x[:, [5, 1]])
+        ours[where % 4] = -1.0
+        assert torch.equal(ours.full_tensor(), x.index_fill(0, torch.tensor([1]), -1.0))

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from vescale_dtensor import distribute_tensor, implicit_communication
+from vescale_dtensor import UnsupportedOperationError, distribute_tensor, implicit_communication
 from vescale_testing import cached_mesh
 from vescale_testing.oracle import check_op, placements, random_codes
 
@@ -69,6 +69,16 @@ def test_matmul_of_any_shapes_and_placements(data: st.DataObject) -> None:
         for i, s in enumerate((left, right))
     ]
     check_op(torch.matmul, args, [data.draw(_codes(a.ndim)) for a in args], cached_mesh(2, 2))
+
+
+@pytest.mark.ranks(4, pool=True)
+def test_a_product_that_would_resize_its_first_argument() -> None:
+    """torch's `addbmm_` gives a scalar the shape of the product; a DTensor keeps its shape."""
+    mesh = cached_mesh(4)
+    x, left, right = (distribute_tensor(torch.ones(s), mesh) for s in ((), (3, 5, 2), (3, 2, 4)))
+    with pytest.raises(UnsupportedOperationError, match="cannot change in place"):
+        x.addbmm_(left, right)
+    assert x.addbmm(left, right).shape == (5, 4)
 
 
 def _codes(ndim: int) -> st.SearchStrategy[str]:

@@ -168,3 +168,16 @@ def test_plain_tensors_are_refused_unless_scalars() -> None:
     compare(d * torch.tensor(2.0), _positive(4) * 2)
     with pytest.raises(PlainTensorError, match=r"mul got a plain tensor of shape \[4\] beside a DTensor"):
         d * torch.ones(4)
+
+
+@pytest.mark.ranks(4, pool=True)
+@pytest.mark.parametrize("other", ["R P", "I S0", "S0 S1", "S1 I", "P P"])
+@pytest.mark.parametrize("codes", ["S0 S1", "P I", "I R", "S1 P"])
+def test_a_tensor_that_lends_its_dtype_may_lie_anyhow(codes: str, other: str) -> None:
+    mesh = cached_mesh(2, 2)
+    x, lender = _positive(6, 5), distribute_tensor(_positive(4, 3).float(), mesh, placements(other))
+    with implicit_communication("error"):
+        for convert in (lambda t, o: t.type_as(o), lambda t, o: t.to(o)):
+            ours = convert(distribute_tensor(x, mesh, placements(codes)), lender)
+            assert ours.placements == tuple(placements(codes))
+            compare(ours, x.float(), rtol=1e-6, atol=1e-6)

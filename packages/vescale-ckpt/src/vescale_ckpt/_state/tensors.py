@@ -264,7 +264,16 @@ def _plugin_rule(source: _Source, boxes: tuple[Box, ...], name: str, ranks: Sequ
         given = rule.boxes(source.shape, rank)
     except LayoutError:
         return None
-    return rule if given == tuple(box for box in boxes if box.numel) else None
+    return rule if _same_elements(given, tuple(box for box in boxes if box.numel)) else None
+
+
+def _same_elements(blocks: tuple[Box, ...], boxes: tuple[Box, ...]) -> bool:
+    """Tell whether boxes make up blocks: storage order tears a block of an inner dim into a box per outer index."""
+    return blocks == boxes or (
+        len(blocks) < len(boxes)
+        and sum(block.numel for block in blocks) == sum(box.numel for box in boxes)
+        and all(any(block.contains(box) for block in blocks) for box in boxes)
+    )
 
 
 def _parts(source: _Source, layout: Layout, name: str, rank: int) -> list[tuple[Box, Tensor]]:

@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from .._dispatch.engine import label_one
 from .._rules.gradients import local_gradient
 from .._spec import Spec
+from .._tap import slot
 from .._tensor import DTensor, make
 from ..errors import UnsupportedOperationError
 
@@ -177,8 +178,12 @@ def install() -> None:
         for value in (*args, *kwargs.values()) if kwargs else args:
             if value.__class__ is DTensor:
                 if _on():
+                    if slot.recorder is not None:
+                        slot.recorder.refuse(f"{cls.__name__}.apply runs Python on DTensors")
                     return _apply_bridge(cls, original, args, kwargs)
                 break
+        if slot.recorder is not None:
+            return slot.recorder.atomic(cls.apply, args, kwargs)
         return original(cls, *args, **kwargs)
 
     apply.__doc__, apply._vescale_wrapped = original.__doc__, original  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .._hooks import collectives
 from .._mesh import Axes, MeshInfo
+from .._tap import slot
 from .record import note
 
 if TYPE_CHECKING:
@@ -28,6 +29,9 @@ def all_reduce_batch(
         places: mesh and axes to reduce over, one per tensor; no axes leave the tensor as it is.
         op: how to combine.
     """
+    if slot.recorder is not None:
+        reduced: list[Tensor] = slot.recorder.atomic(all_reduce_batch, (list(tensors), list(places), op), {})
+        return reduced
     out = list(tensors)
     groups: dict[Any, list[int]] = {}
     for i, (t, (mesh, axes)) in enumerate(zip(tensors, places, strict=True)):

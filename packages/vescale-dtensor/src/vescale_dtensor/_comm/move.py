@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .._order import in_order
 from .._spec import Spec
+from .._tap import alias, slot
 from ..placements import AxisTypes, I, P
 from . import record
 from .plan import Plan, plan
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from .._tensor import DTensor
 
 _run = torch._C._disabled_torch_function_impl
-_as_subclass = Tensor.as_subclass
 _requires_grad = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _version = Tensor._version.__get__  # type: ignore[attr-defined]
 _stride = Tensor.stride
@@ -41,7 +41,7 @@ watchers: list[Callable[[], None]] = []
 
 def strip(x: DTensor) -> Tensor:
     """Return the local part as a plain tensor that is connected to the graph of `x`."""
-    return _run(_as_subclass, (), (x, Tensor), {})  # type: ignore[no-any-return]
+    return alias(x)
 
 
 def needs_grad(x: Tensor) -> bool:
@@ -59,7 +59,7 @@ def run_plan(local: Tensor, steps: Plan) -> Tensor:
             work.wait()
         local = finish()
         record.end(span)
-    return local if stride == steps.stride else in_order(local, shape, stride)
+    return local if stride == steps.stride or not steps.ordered else in_order(local, shape, stride)
 
 
 class _Move(torch.autograd.Function):
@@ -94,6 +94,9 @@ def move_local(local: Tensor, source: Spec, types: AxisTypes) -> Tensor:
         local = strip(local)
     if source.types == types:
         return local
+    if slot.recorder is not None:
+        moved: Tensor = slot.recorder.atomic(move_local, (local, source, types), {})
+        return moved
     steps = plan(source, types)
     if torch.is_grad_enabled() and local.requires_grad:
         return _Move.apply(local, source, steps.target)  # type: ignore[no-any-return, no-untyped-call]
@@ -105,6 +108,8 @@ def move(x: DTensor, types: AxisTypes) -> DTensor:
     spec = x._spec
     if spec.types == types:
         return x
+    if slot.recorder is not None:
+        return slot.recorder.move(x, types)  # type: ignore[no-any-return]
     if watchers:
         for watch in watchers:
             watch()
@@ -173,7 +178,7 @@ class Pending:
                 record.end(self._span)
             source, target = self._steps.source, self._steps.target
             y = self._local
-            if self._source.stride() != self._steps.stride:
+            if self._steps.ordered and self._source.stride() != self._steps.stride:
                 y = in_order(y, self._source.shape, self._source.stride())
             if needs_grad(self._source):
                 y = _Attach.apply(self._source, source, target, y)  # type: ignore[no-untyped-call]
@@ -195,16 +200,18 @@ class _ReduceGradient:
 
     __slots__ = ("owner", "reducer", "source", "target")
 
-    def __init__(self, owner: weakref.ref[DTensor], steps: Plan) -> None:
+    def __init__(self, owner: Callable[[], DTensor | None], steps: Plan) -> None:
         self.owner = owner
         self.source, self.target = steps.target.dual, steps.source.dual  # P to I
         assert steps.reducer is not None
         self.reducer = steps.reducer
 
-    def __call__(self, grad: Tensor) -> Tensor:
+    def __call__(self, grad: Tensor | None) -> Tensor | None:
         owner = self.owner()
         if owner is not None:
             owner.__dict__.pop("_casts", None)
+        if grad is None:  # undefined, and so on every rank, as their graphs are alike
+            return None
         if grad.requires_grad:  # create_graph=True: stay differentiable
             return move_local(grad, self.source, self.target.types)
         out = grad.clone(memory_format=torch.contiguous_format)
@@ -236,13 +243,13 @@ def _reduce(x: DTensor, steps: Plan) -> Tensor:
     step.run_in_place(y.detach())
     source, target = steps.target.dual, steps.source.dual.types  # I to R
 
-    def keep_differentiable(grad: Tensor) -> Tensor | None:
+    def keep_differentiable(grad: Tensor | None) -> Tensor | None:
         """Under create_graph=True the gradient's own gradient is a pending sum, which a clone does not add up."""
-        return move_local(grad, source, target) if grad.requires_grad else None
+        return move_local(grad, source, target) if grad is not None and grad.requires_grad else None
 
     y.register_hook(keep_differentiable)  # type: ignore[no-untyped-call]
     stride = _run(_stride, (), (x,), {})
-    return y if stride == steps.stride else in_order(y, y.shape, stride)
+    return y if stride == steps.stride or not steps.ordered else in_order(y, y.shape, stride)
 
 
 def reduced_types(types: AxisTypes) -> AxisTypes:

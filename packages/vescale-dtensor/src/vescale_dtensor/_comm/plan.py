@@ -14,9 +14,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from .._irregular import Ragged
 from .._mesh import Axes
 from .._spec import Spec, contiguous_stride
 from ..placements import AxisTypes, I, P, R
+from .irregular import LocalCopy
+from .irregular_plan import irregular_steps
 from .steps import AllGather, AllReduce, Exchange, KeepFirst, Pad, ReduceScatter, Relabel, Slice, Step
 
 
@@ -37,6 +40,8 @@ class Plan:
     """Axes of more than one rank that change."""
     reducer: AllReduce | None
     """What sums the gradients of a ``cast``."""
+    ordered: bool = True
+    """Whether dims keep their order in memory; what a ragged shard flattens lies in the usual order."""
 
 
 def plan(source: Spec, types: AxisTypes) -> Plan:
@@ -50,11 +55,17 @@ def plan(source: Spec, types: AxisTypes) -> Plan:
 def _make(source: Spec, target: Spec) -> Plan:
     sizes = source.mesh.sizes
     axes = tuple(a for a, (s, t) in enumerate(zip(source.types, target.types, strict=True)) if s != t and sizes[a] > 1)
-    pairs = {(source.types[a], target.types[a]) for a in axes}
-    steps = _Planner(source, target).steps
-    kind = _kind(pairs)
+    kind = _kind({(source.types[a], target.types[a]) for a in axes})
+    ordered = True
+    if source.irregular or target.irregular:
+        steps = irregular_steps(source, target)
+        if kind != "general" and any(isinstance(s, LocalCopy) for s in steps):  # an axis of one rank changes the shape
+            kind = "general"
+        ordered = not any(isinstance(t, Ragged) for t in (*source.types, *target.types))
+    else:
+        steps = _Planner(source, target).steps
     reducer = AllReduce(source.mesh, axes) if kind == "cast" else None
-    return Plan(source, target, contiguous_stride(source.local_shape), tuple(steps), kind, axes, reducer)
+    return Plan(source, target, contiguous_stride(source.local_shape), tuple(steps), kind, axes, reducer, ordered)
 
 
 def _kind(pairs: set[tuple[int, int]]) -> str:

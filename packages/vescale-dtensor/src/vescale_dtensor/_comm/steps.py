@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .._mesh import Axes, MeshInfo
 from .._spec import Box, Spec
+from .._tap import slot
 from .record import begin, end, note
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
@@ -69,6 +70,11 @@ def _bytes(t: Tensor) -> int:
 
 def _flat(parts: list[Tensor]) -> Tensor:
     return torch.cat([p.reshape(-1) for p in parts])
+
+
+def _in_memory(t: Tensor) -> Tensor:
+    """A contiguous tensor whose memory is its values: conjugates and negatives may be mere flags."""
+    return t.contiguous().resolve_conj().resolve_neg()
 
 
 def window_of(t: Tensor, box: Box, origin: tuple[int, ...]) -> Tensor:
@@ -159,6 +165,9 @@ class AllReduce:
 
     def run_in_place(self, out: Tensor) -> None:
         """Reduce a contiguous tensor where it lies."""
+        if slot.recorder is not None:
+            slot.recorder.atomic(self.run_in_place, (out,), {}, writes=True)
+            return
         span = begin("AllReduce")
         work = self.start_in_place(out)
         if work is not None:
@@ -185,7 +194,7 @@ class AllGather:
     def start(self, local: Tensor) -> Started:
         if local.dtype in _SENT_AS:
             return _carried(self.start, local)
-        send = local.contiguous()
+        send = _in_memory(local)
         if self.concat_dim is None:
             send = send.reshape(-1)
             if send.numel() < self.most:
@@ -277,7 +286,7 @@ class ReduceScatter:
 
     def _start_exchange(self, local: Tensor) -> Started:
         if self.contiguous:
-            send = local.contiguous().view(-1)  # reshape(-1) would keep the stride of a 1-d tensor
+            send = _in_memory(local).view(-1)  # reshape(-1) would keep the stride of a 1-d tensor
         else:
             send = _flat([window_of(local, b, self.origin) for b in self.boxes])
         received = send.new_empty(self.num * self.mine)
@@ -310,6 +319,9 @@ class ReduceExtremum:
         self.mesh, self.axes, self.group, self.op = mesh, axes, mesh.group(axes), op
 
     def run(self, out: Tensor) -> Tensor:
+        if slot.recorder is not None:
+            reduced: Tensor = slot.recorder.atomic(self.run, (out,), {}, writes=True)
+            return reduced
         note("all_reduce", _bytes(out), self.mesh, self.axes)
         dist.all_reduce(out, op=self.op, group=self.group)
         return out

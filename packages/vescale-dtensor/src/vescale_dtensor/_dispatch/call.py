@@ -48,6 +48,8 @@ class Strategy(NamedTuple):
     """Offered only where the operands have these types already (R may come from I): used to keep sums pending."""
     when: Callable[[int, list[Strategy]], bool] | None = None
     """Further condition, asked with the mesh axis and the strategies chosen for the axes before it."""
+    block: bool = False
+    """Holds for blocks of the dim only, though the rule is uniform: the place of the block matters."""
 
 
 class Rewrite(NamedTuple):
@@ -74,6 +76,9 @@ class Rule:
     """Whether all-I and all-R are valid (not for random operators)."""
     view: bool = False
     """Whether the result shares memory with the first operand; if that must move, writing to the result is refused."""
+    uniform: bool = False
+    """Whether every position of a sharded dim is treated alike and by itself, so that any set of positions may be a
+    shard: then ragged and interleaved operands are computed on as they are."""
 
 
 class Call:

@@ -18,11 +18,13 @@ from torch import Tensor
 from .._comm.move import move
 from .._order import keep_order, loses_order
 from .._spec import Spec, replicated, spec_of
+from .._tap import alias
 from .._tensor import DTensor
 from ..placements import AxisTypes, I, R
 from . import policy
 from .call import Call, LocalFunction, Rewrite, Rule, Strategy
 from .copies import before_write, mark_copies
+from .irregular import derived
 from .solve import solve, unwanted
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -106,6 +108,8 @@ def miss(
         raise NoRule
     strategies = list(answer.strategies)
     num_in, num_out = len(call.specs), len(answer.shapes)
+    if answer.uniform and any(s.irregular for s in call.specs):
+        strategies += derived(call, strategies, answer.shapes)
     if answer.replicated_ok:
         strategies += [Strategy((t,) * num_in, (t,) * num_out) for t in (I, R)]
     solution = solve(call, strategies, answer.shapes, keep_first=inplace)
@@ -198,7 +202,7 @@ def _execute_general(e: Entry, func: Any, args: tuple[Any, ...], kwargs: dict[st
     if e.view:
         return mark_copies(label(r, e), e.name, original)
     if e.plain and isinstance(r, Tensor) and any(r is a for a in args):
-        r = _run(Tensor.as_subclass, (), (r, Tensor), {})  # never label a tensor that the caller passed in
+        r = alias(r)  # never label a tensor that the caller passed in
     return label(r, e)
 
 
@@ -239,7 +243,7 @@ def _moved(value: Any, path: tuple[Any, ...], types: AxisTypes, e: Entry) -> Any
 
 def as_replicated(value: Tensor, e: Entry) -> DTensor:
     """Label an alias of a plain tensor as the same on every rank."""
-    return tag(_run(Tensor.as_subclass, (), (value, Tensor), {}), replicated(e.outs[0].mesh, value.shape))
+    return tag(alias(value), replicated(e.outs[0].mesh, value.shape))
 
 
 def tag(r: Tensor, spec: Spec) -> DTensor:
@@ -273,7 +277,7 @@ def label_one(r: Tensor, spec: Spec, name: str = "") -> DTensor:
         return r  # type: ignore[return-value]
     if isinstance(r, DTensor) and r._spec is spec:
         return r
-    return tag(_run(Tensor.as_subclass, (), (r, Tensor), {}), spec)
+    return tag(alias(r), spec)
 
 
 def check(name: str, r: Tensor, spec: Spec | None) -> None:

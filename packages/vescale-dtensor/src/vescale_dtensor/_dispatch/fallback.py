@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 from .._comm.move import move
 from .._spec import replicated
+from .._tap import alias
 from .._tensor import DTensor
 from ..errors import UnsupportedOperationError
 from ..placements import I, R
@@ -55,7 +56,7 @@ def gather_fallback(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         if not isinstance(r, Tensor) or isinstance(r, DTensor) or r.layout != torch.strided:
             return r
         if id(r) in passed:
-            r = r.as_subclass(Tensor)
+            r = alias(r)
         if r.__class__ is Tensor:
             r = tag(r, replicated(call.mesh, r.shape))
         for part, source in moved:

@@ -109,7 +109,7 @@ def report(function: str, moves: list[tuple[Spec, AxisTypes]], reason: str = "")
         )
     if any(moves[0][0].mesh.coordinate):
         return  # the first rank speaks for all
-    file, line = _user_frame()
+    file, line = user_frame()
     key = f"{file}:{line}: {text}"
     if key not in _seen:
         _seen.add(key)
@@ -124,7 +124,7 @@ def report(function: str, moves: list[tuple[Spec, AxisTypes]], reason: str = "")
 _LIBRARIES = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, os.path.dirname(__file__)))
 
 
-def _user_frame() -> tuple[str, int]:
+def user_frame() -> tuple[str, int]:
     """File and line of the code that called into torch or this package."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:

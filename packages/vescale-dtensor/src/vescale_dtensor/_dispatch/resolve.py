@@ -34,11 +34,11 @@ def resolve(func: Any) -> Handler:
     if isinstance(func, types.FunctionType):
         if (func.__module__ or "").startswith("torch.distributed"):
             return _refuse_collective
-        return _entering(func)
+        return entering(func)
     return inplace_fallback if _mutates(name) else gather_fallback
 
 
-def _entering(func: types.FunctionType) -> Handler:
+def entering(func: types.FunctionType) -> Handler:
     """Handler that runs a Python function of torch; plain tensors that its body makes are alike on all ranks."""
     entered = enter(func)
 
@@ -103,4 +103,4 @@ def _refuse_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     )
 
 
-__all__ = ["resolve"]
+__all__ = ["entering", "resolve"]

@@ -10,9 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from .._irregular import is_cut
 from .._mesh import MeshInfo
 from ..placements import AxisTypes, I, P, R, dual
 from .call import Call, Shape, Strategy
+from .irregular import fits_together
 
 
 def solve(
@@ -69,6 +71,8 @@ def _best(
 def _fits(call: Call, strategy: Strategy, shapes: Sequence[Shape], axis: int, chosen: list[Strategy]) -> bool:
     if strategy.when is not None and not strategy.when(axis, chosen):
         return False
+    if not fits_together(call, strategy, shapes, axis, chosen):
+        return False
     return not strategy.even or _even(call, strategy, shapes, axis, chosen)
 
 
@@ -109,8 +113,9 @@ def _bytes(here: int, to: int, numel: int, ranks: int) -> float:
     share = (ranks - 1) / ranks * (numel + 1)
     if here == to:
         return 0.0
-    if here >= 0:
-        return share / ranks if to >= 0 else share + (to == P)  # to P: no message, but everyone then works on the whole
+    if is_cut(here):
+        # to P: no message, but everyone then works on the whole
+        return share / ranks if is_cut(to) else share + (to == P)
     if here == P:
         return 2 * share  # to S would be half: not counted, or every consumer of a sum would shard it
     return 0.0
@@ -119,5 +124,5 @@ def _bytes(here: int, to: int, numel: int, ranks: int) -> float:
 def unwanted(mesh: MeshInfo, here: AxisTypes, to: AxisTypes) -> bool:
     """Whether going from `here` to `to` re-cuts or gathers sharded data."""
     return any(
-        a >= 0 and b != a and b != P and mesh.sizes[k] > 1 for k, (a, b) in enumerate(zip(here, to, strict=True))
+        is_cut(a) and b != a and b != P and mesh.sizes[k] > 1 for k, (a, b) in enumerate(zip(here, to, strict=True))
     )

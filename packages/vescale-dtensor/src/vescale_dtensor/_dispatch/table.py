@@ -20,6 +20,12 @@ from .fallback import enter, gather_fallback, inplace_fallback
 _NAMESPACES: tuple[Any, ...] = (torch, torch._C._VariableFunctions, Tensor, F, torch._C._nn, torch.functional)
 
 
+_SPACES: dict[str, Any] = {
+    "nn.functional": F, "Tensor": Tensor, "torch": torch, "_nn": torch._C._nn, "aten": torch.ops.aten,
+}  # fmt: skip
+"""Names of namespaces in tables; others are modules of torch."""
+
+
 def spellings(name: str) -> list[Any]:
     """All distinct torch callables called `name`; `linalg.x` names one namespace, `get:x` an attribute."""
     if name.startswith("get:"):  # an attribute of tensors, read
@@ -27,9 +33,7 @@ def spellings(name: str) -> list[Any]:
         return [attribute.__get__] if attribute is not None and hasattr(attribute, "__get__") else []
     if "." in name:
         space, _, name = name.rpartition(".")
-        owner = {"nn.functional": F, "Tensor": Tensor, "torch": torch, "_nn": torch._C._nn}.get(space) or getattr(
-            torch, space
-        )
+        owner = _SPACES.get(space) or getattr(torch, space)
         return [getattr(owner, name)] if hasattr(owner, name) else []
     found: list[Any] = []
     for namespace in _NAMESPACES:

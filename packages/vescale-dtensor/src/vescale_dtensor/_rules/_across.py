@@ -19,6 +19,7 @@ from .._comm.move import move_local
 from .._comm.steps import AllReduce, ReduceExtremum
 from .._mesh import Axes, MeshInfo
 from .._spec import Spec, spec_of
+from ..errors import UnsupportedOperationError
 from ..placements import I
 
 
@@ -83,9 +84,10 @@ class Across:
 
     def gather(self, partial: Tensor, out: Spec) -> Tensor:
         """Stack the ranks' partial results, laid out as `out` says, along a new first dim. Differentiable."""
-        lifted = tuple(0 if a in self.axes else t + 1 if t >= 0 else t for a, t in enumerate(out.types))
-        spec = spec_of(self.mesh, (self.num, *out.shape), lifted)
-        return move_local(partial.unsqueeze(0), spec, tuple(I if a in self.axes else t for a, t in enumerate(lifted)))
+        # Other axes take no part: what they have left is the whole here.
+        types = tuple(0 if a in self.axes else I for a in range(self.mesh.ndim))
+        spec = spec_of(self.mesh, (self.num, *out.local_shape), types)
+        return move_local(partial.unsqueeze(0), spec, (I,) * self.mesh.ndim)
 
     def extreme(self, local: Tensor, *, largest: bool) -> Tensor:
         """Maximum or minimum over the ranks, without autograd. NaN wins, as in torch."""
@@ -104,6 +106,22 @@ class Across:
     def winner(self, own: Tensor, value: Tensor, weight: Tensor) -> Tensor:
         """`value` (see `extreme`), whose gradient times `weight` is the gradient of `own` on this rank."""
         return _Winner.apply(own, value, weight.to(own.dtype), self._sum)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def first_order_only(what: str, operands: str) -> None:
+    """Call in a backward that autograd cannot differentiate.
+
+    `once_differentiable` of torch is not enough: with an incoming gradient that needs none itself, a constant one
+    perhaps, it leaves out quietly what depends on the inputs.
+
+    Raises:
+        UnsupportedOperationError: this backward is recorded (``create_graph=True``).
+    """
+    if torch.is_grad_enabled():
+        raise UnsupportedOperationError(
+            f"{what} has no second derivatives, which create_graph=True asks for; redistribute {operands} to "
+            "Replicate() first"
+        )
 
 
 def identity_of(dtype: torch.dtype, *, largest: bool) -> Any:

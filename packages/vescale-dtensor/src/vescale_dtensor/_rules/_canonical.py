@@ -20,6 +20,7 @@ from .._dispatch.call import Rewrite, Shape, normalize_dims
 from .._dispatch.engine import Cache, Entry, Handler, NoRule, RuleFunction, execute, label, miss, out_variant, remember
 from .._dispatch.fallback import gather_fallback
 from .._dispatch.table import register
+from .._irregular import cut_dims_of
 from .._spec import Spec
 from .._tensor import DTensor
 
@@ -158,7 +159,8 @@ class Reduced:
 
     def axes(self, spec: Spec) -> tuple[int, ...]:
         """Mesh axes of more than one rank that cut the reduced dims."""
-        return tuple(a for a, t in enumerate(spec.types) if t in self.dims and spec.mesh.sizes[a] > 1)
+        cut = [a for a, t in enumerate(spec.types) if not set(self.dims).isdisjoint(cut_dims_of(t))]
+        return tuple(a for a in cut if spec.mesh.sizes[a] > 1)
 
     def tail(self) -> tuple[Any, ...]:
         """Positional `dim, keepdim` for torch; nothing for a full reduction."""

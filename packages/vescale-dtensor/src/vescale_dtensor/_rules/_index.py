@@ -12,6 +12,7 @@ from .._dispatch import policy
 from .._dispatch.engine import label_one
 from .._mesh import MeshInfo
 from .._spec import Spec, replicated
+from .._tap import alias
 from .._tensor import DTensor
 from ..errors import UnsupportedOperationError
 from ._windows import Range
@@ -111,7 +112,7 @@ def _plain(i: Any, mesh: MeshInfo) -> Any:
         if not isinstance(i, DTensor):
             if i.numel() != 1:
                 policy.check_plain("an index", tuple(i.shape))
-            i = label_one(i.as_subclass(Tensor), replicated(mesh, i.shape))
+            i = label_one(alias(i), replicated(mesh, i.shape))
         return i
     if isinstance(i, list | tuple | range):
         try:

@@ -1,5 +1,6 @@
-"""`scaled_dot_product_attention`: batch, heads, query positions, or the width of the values sharded.
+"""`scaled_dot_product_attention`: batch, heads, positions, or the width of the values sharded.
 
+Where queries, keys and values are sharded along the sequence, keys and values go round (`_ring`).
 Grouped queries (`enable_gqa`) keep their key and value heads on the same rank where the head counts
 divide evenly. Dropout on the attention weights takes the plain formula, operator by operator, so
 that its mask comes from the random machinery.
@@ -18,9 +19,11 @@ from .._dispatch.call import Call, LocalFunction, Rule, Shape, Strategy
 from .._dispatch.engine import keyed_handler, tag
 from .._dispatch.fallback import gather_fallback
 from .._dispatch.table import register
+from .._mesh import Axes
 from .._spec import Spec, replicated
 from .._tensor import DTensor
 from ..placements import P, R
+from ._ring import Deal, Ring, RingAttention, dealt
 
 _NAMES = "query key value attn_mask dropout_p is_causal scale enable_gqa"
 
@@ -51,28 +54,38 @@ def attention_rule(call: Call) -> Rule | None:
     strategies = []
     for dim in range(ndim - 2):
         if bound["enable_gqa"] and dim == ndim - 3:
-            strategies.append(_heads(shapes, dim, ndim, own, has_mask))
+            strategies += _heads(shapes, dim, ndim, own, has_mask)
             continue
         ins = tuple(own(i, dim) for i in range(len(shapes)))
         strategies.append(Strategy(ins, (dim,)))
     rest = (own(3, queries),) if has_mask else ()
     strategies.append(Strategy((own(0, queries), R, R, *rest), (queries,)))
+    if _same_batch(shapes, bound["enable_gqa"]) and shapes[1][-2]:
+        at = len(shapes[1]) - 2  # only where keys and values lie so: what goes round costs, though no operand moves
+        lie = [spec.types for spec in call.specs[1:3]]
+        cut = Strategy((queries, at, at, *rest), (queries,), when=lambda a, _: all(t[a] == at for t in lie))
+        strategies.append(cut)
     rest = (R,) if has_mask else ()
     strategies.append(Strategy((R, R, len(shapes[2]) - 1, *rest), (width,)))
     strategies.append(Strategy((R, R, P, *rest), (P,), exact=True))
 
     def localize(ins: list[Spec], outs: list[Spec]) -> LocalFunction | None:
-        if 0 in outs[0].local_shape:
+        axes = _cut(ins[1], len(shapes[1]) - 2)
+        if any(not n and not (d == queries and axes) for d, n in enumerate(outs[0].local_shape)):
             return _nothing(outs[0].local_shape)
-        if not bound["is_causal"] or queries not in outs[0].sharded:
-            return None
-        return _causal_block(bound["enable_gqa"], bound["scale"], outs[0].local_offset[queries])
+        picked = _picked_heads(ins) if bound["enable_gqa"] else None
+        grouped, block = bound["enable_gqa"] and picked is None, None
+        if axes:
+            block = _ring(ins, axes, bound, grouped=grouped)
+        elif bound["is_causal"] and queries in outs[0].sharded:
+            block = _causal_block(grouped, bound["scale"], outs[0].local_offset[queries])
+        return block if picked is None else _of_own_groups(picked, block)
 
     return Rule([shape], strategies, localize)
 
 
-def _heads(shapes: list[torch.Size], dim: int, ndim: int, own: Any, has_mask: bool) -> Strategy:
-    """Query heads with the key and value heads of their groups."""
+def _heads(shapes: list[torch.Size], dim: int, ndim: int, own: Any, has_mask: bool) -> list[Strategy]:
+    """Query heads with the key and value heads of their groups, or with all of these where they do not divide."""
     at = [dim - ndim + len(s) for s in shapes]
     ins, even = [at[0]], [(0, at[0])]
     for i in (1, 2):
@@ -81,9 +94,42 @@ def _heads(shapes: list[torch.Size], dim: int, ndim: int, own: Any, has_mask: bo
         else:
             ins.append(at[i])
             even.append((i, at[i]))
-    if has_mask:
-        ins.append(own(3, dim))
-    return Strategy(tuple(ins), (dim,), tuple(even))
+    mask = (own(3, dim),) if has_mask else ()
+    whole = (at[0], R, R, *mask)
+    together = (*ins, *mask)
+    if together == whole:
+        return [Strategy(whole, (dim,))]
+
+    def none_before(_axis: int, chosen: list[Strategy]) -> bool:
+        """A cut of the groups inside a cut of the queries alone would part queries from their groups."""
+        return all(s.ins != whole for s in chosen)
+
+    return [Strategy(together, (dim,), tuple(even), when=none_before), Strategy(whole, (dim,))]
+
+
+def _picked_heads(ins: list[Spec]) -> list[list[int]] | None:
+    """For keys and values, the head of each query head of this rank, as a position in its own part; None: all fit."""
+    query, groups = ins[0], ins[1:3]
+    heads, first, count = query.shape[-3], query.local_offset[-3], query.local_shape[-3]
+    picked, fits = [], True
+    for spec in groups:
+        ratio, start, held = heads // spec.shape[-3], spec.local_offset[-3], spec.local_shape[-3]
+        fits &= spec.shape[-3] == 1 or (first == start * ratio and count == held * ratio)
+        picked.append([(first + i) // ratio - start for i in range(count)])
+    return None if fits else picked
+
+
+def _of_own_groups(picked: list[list[int]], inner: LocalFunction | None) -> LocalFunction:
+    """Attention where every query head gets the key and value head of its group from those that the rank holds."""
+
+    def local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        bound: dict[str, Any] = dict(zip(_NAMES.split(), args, strict=False), **kwargs)
+        for name, positions in zip(("key", "value"), picked, strict=True):
+            bound[name] = bound[name].index_select(-3, torch.tensor(positions, device=bound[name].device))
+        bound["enable_gqa"] = False
+        return func(**bound) if inner is None else inner(func, (), bound)
+
+    return local
 
 
 def _result_shape(shapes: list[torch.Size], grouped: bool) -> Shape | None:
@@ -104,6 +150,47 @@ def _result_shape(shapes: list[torch.Size], grouped: bool) -> Shape | None:
     if q[-1] != k[-1] or k[-2] != v[-2]:
         return None
     return (*batch, q[-2], v[-1])
+
+
+def _cut(spec: Spec, dim: int) -> Axes:
+    """Mesh axes of more than one rank that cut a dim."""
+    return tuple(a for a, t in enumerate(spec.types) if t == dim and spec.mesh.sizes[a] > 1)
+
+
+def _same_batch(shapes: list[torch.Size], grouped: bool) -> bool:
+    """Whether queries, keys and values have the same batch dims and, unless grouped, heads."""
+    q, k, v = (tuple(s[:-3] if grouped else s[:-2]) for s in shapes[:3])
+    return q == k == v and (not grouped or shapes[1][-3] == shapes[2][-3])
+
+
+def _ring(ins: list[Spec], axes: Axes, bound: dict[str, Any], *, grouped: bool) -> LocalFunction:
+    """Attention of this rank's queries to keys and values that are cut over `axes`."""
+    q, k = ins[:2]
+    mesh, causal = q.mesh, bool(bound["is_causal"])
+    members = mesh.members(axes)
+    me = members.index(mesh.coordinate)
+    held = [[((box[0][-2], box[1][-2]),) for box in map(s.box_of, members)] for s in (q, k)]
+    deal = causal and _cut(q, q.ndim - 2) == axes
+    own = [dealt(s.shape[-2], len(members)) for s in (q, k)] if deal else held
+    scale = bound["scale"] if bound["scale"] is not None else 1.0 / math.sqrt(q.shape[-1])
+    groups = q.local_shape[-3] // k.local_shape[-3] if grouped else 1
+    ring = Ring(mesh, axes, me, own[0][me], tuple(own[1]), causal, scale, groups)
+
+    def local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        given: list[Any] = [args[i] if len(args) > i else kwargs.get(n) for i, n in enumerate(_NAMES.split()[:4])]
+        query, key, value, mask = [t.as_subclass(Tensor) if isinstance(t, Tensor) else None for t in given]
+        if causal and mask is not None:
+            raise RuntimeError("Explicit attn_mask should not be set when is_causal=True")
+        if not deal:
+            return RingAttention.apply(query, key, value, mask, ring)  # type: ignore[no-any-return, no-untyped-call]
+        parts = [
+            Deal.apply(t, -2, before, after, me, mesh, axes)  # type: ignore[no-untyped-call]
+            for t, before, after in zip((query, key, value), (*held, held[1]), (*own, own[1]), strict=True)
+        ]
+        out = RingAttention.apply(*parts, None, ring)  # type: ignore[no-untyped-call]
+        return Deal.apply(out, -2, own[0], held[0], me, mesh, axes)  # type: ignore[no-any-return, no-untyped-call]
+
+    return local
 
 
 def _nothing(shape: Shape) -> LocalFunction:

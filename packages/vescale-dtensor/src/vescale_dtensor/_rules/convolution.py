@@ -5,33 +5,17 @@ Shapes come from a run of the function on the meta device, once per kind of call
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
-from .._dispatch.call import Call, Rewrite, Rule, Shape, Strategy
+from .._dispatch.call import Call, Rewrite, Rule, Strategy
 from .._dispatch.engine import RuleFunction
 from .._dispatch.table import keyed
 from .._spec import Spec
 from ..placements import P, R
+from ._batched import meta_shapes
 
 _CONV = "input weight bias stride padding dilation groups"
 _TRANSPOSED = "input weight bias stride padding output_padding groups dilation"
-
-
-def meta_shapes(call: Call) -> list[Shape]:
-    """Shapes of the results on whole tensors; raises torch's own errors."""
-
-    def meta(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return torch.empty(tuple(value.shape), dtype=value.dtype, device="meta")
-        return value
-
-    args, kwargs = tree_map(meta, (call.args, call.kwargs))
-    result = call.func(*args, **kwargs)
-    return [tuple(r.shape) for r in (result if isinstance(result, tuple | list) else [result])]
 
 
 def convolution_rule(dims: int, transposed: bool) -> RuleFunction:
@@ -156,4 +140,4 @@ keyed("affine_grid_generator", affine_grid_rule, inplace=False)
 keyed("grid_sampler grid_sampler_2d", batch_rule(4, 2), inplace=False)
 keyed("grid_sampler_3d", batch_rule(5, 2), inplace=False)
 
-__all__ = ["batch_rule", "convolution_rule", "leading_rule", "meta_shapes"]
+__all__ = ["batch_rule", "convolution_rule", "leading_rule"]

@@ -18,7 +18,9 @@ from .._dispatch.copies import before_write
 from .._dispatch.engine import tag
 from .._dispatch.solve import unwanted
 from .._dispatch.table import register
+from .._irregular import interleaved, is_cut, ragged
 from .._spec import Spec, replicated
+from .._tap import alias
 from .._tensor import TABLE, DTensor
 from ..errors import MeshMismatchError
 from ..placements import AxisTypes, I
@@ -38,7 +40,7 @@ def aligned(value: Any, target: Spec, name: str) -> DTensor:
     if not isinstance(value, DTensor):
         if value.numel() != 1:
             policy.check_plain(name, tuple(value.shape))
-        value = tag(value.as_subclass(Tensor), replicated(target.mesh, value.shape))
+        value = tag(alias(value), replicated(target.mesh, value.shape))
     spec = value._spec
     if spec.mesh is not target.mesh:
         raise MeshMismatchError(
@@ -47,7 +49,7 @@ def aligned(value: Any, target: Spec, name: str) -> DTensor:
         )
     if spec.shape != target.shape:
         if spec.numel == 1 and spec.sharded:
-            value = move(value, tuple(I if t >= 0 else t for t in spec.types))
+            value = move(value, tuple(I if is_cut(t) else t for t in spec.types))
         value = cast(DTensor, value.expand(target.shape))
         spec = value._spec
     if spec.types != target.types:
@@ -99,4 +101,4 @@ def set_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 register("copy_", copy_)
 TABLE[_set_data_slot] = set_data
 # What a pickled DTensor names: torch.load(weights_only=True) accepts it like a plain tensor.
-torch.serialization.add_safe_globals([DTensor, _tensor._rebuild, _spec.spec_of, _mesh._restore])
+torch.serialization.add_safe_globals([DTensor, _tensor._rebuild, _spec.spec_of, _mesh._restore, interleaved, ragged])

@@ -126,11 +126,11 @@ def elementwise_loss(names: str) -> RuleFunction:
         out = broadcast(shapes)
         strategies = elementwise_strategies(shapes, out)
         if reduction == "none":
-            return Rule([out], strategies)
+            return Rule([out], strategies, uniform=True)
         strategies = [Strategy(s.ins, (P,)) for s in strategies]
         first = shapes[0]
         total, rows = math.prod(out), first[0] if first else 1
-        return Rule([()], strategies, _reducing(order, reduction, total, rows, _local_elements))
+        return Rule([()], strategies, _reducing(order, reduction, total, rows, _local_elements), uniform=True)
 
     return rule
 

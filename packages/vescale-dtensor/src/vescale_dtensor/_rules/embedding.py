@@ -46,7 +46,7 @@ def embedding_rule(call: Call) -> Rule | None:
             "embedding(sparse=True) makes a sparse gradient, which cannot be reduced over the mesh; use sparse=False"
         )
     if bound.get("max_norm") is not None:
-        return _renormalized(weight_spec, shape)
+        return renormalized_rule(weight_spec, shape)
 
     def pair(of_index: int, of_weight: int) -> tuple[int, ...]:
         return (of_index, of_weight) if i < w else (of_weight, of_index)
@@ -65,11 +65,11 @@ def embedding_rule(call: Call) -> Rule | None:
     return Rule([shape], strategies, localize)
 
 
-def _renormalized(weight: Spec, shape: tuple[int, ...]) -> Rule:
+def renormalized_rule(weight: Spec, shape: tuple[int, ...], name: str = "embedding") -> Rule:
     """`max_norm` rewrites the rows that are looked up: right where everyone has the table and all indices."""
     if any(t not in (I, R) for t in weight.types):
         raise UnsupportedOperationError(
-            f"embedding(max_norm=...) renormalizes the table in place, which has no rule for a table laid out "
+            f"{name}(max_norm=...) renormalizes the table in place, which has no rule for a table laid out "
             f"as {weight!r}; "
             "redistribute the weight to Replicate(), or normalize its rows yourself"
         )

@@ -137,7 +137,7 @@ def _dim_rule(function: Any, kind: Any, *, largest: bool) -> RuleFunction:
             across, spec = Across(call.mesh, axes), ins[0]
             return Rewrite(lambda x: kind(_first(x, position, keepdim, across, spec, largest=largest)), ())
 
-        return reduction(red, I, localize, num_outs=2)
+        return reduction(red, I, localize, num_outs=2, placed=True)
 
     return rule
 
@@ -161,7 +161,7 @@ def _index_rule(function: Any, *, largest: bool) -> RuleFunction:
                 return Rewrite(lambda x: _flat_index(x, spec, largest=largest, across=across).reshape(shape), ())
             return Rewrite(lambda x: _first(x.detach(), red.dims[0], keepdim, across, spec, largest=largest)[1], ())
 
-        return reduction(red, I, localize)
+        return reduction(red, I, localize, placed=True)
 
     return rule
 

@@ -27,7 +27,7 @@ def like_rule(call: Call) -> Rule | None:
         return None
     strategies = [Strategy((d,), (d,)) for d in range(call.ndim)]
     strategies += [Strategy((t,), (I,)) for t in (I, R, P)]
-    return Rule([tuple(call.shape)], strategies, replicated_ok=False)
+    return Rule([tuple(call.shape)], strategies, replicated_ok=False, uniform=True)
 
 
 def new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

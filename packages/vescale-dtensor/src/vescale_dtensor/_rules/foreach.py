@@ -21,6 +21,7 @@ from .._comm.move import move, reduced_types, strip
 from .._dispatch.call import function_name
 from .._dispatch.copies import before_write
 from .._dispatch.engine import tag, tensors_in
+from .._irregular import is_cut
 from .._mesh import Axes, MeshInfo
 from .._spec import Spec, replicated
 from .._tensor import TABLE, DTensor, make
@@ -52,7 +53,7 @@ def reduce_pending(values: Sequence[Any]) -> list[Any]:
 
 def _axes_of(spec: Spec, *, pending: bool) -> Axes:
     """Axes that the tensor is a pending sum over, or that shard it."""
-    return tuple(a for a, t in enumerate(spec.types) if (t == P if pending else t >= 0))
+    return tuple(a for a, t in enumerate(spec.types) if (t == P if pending else is_cut(t)))
 
 
 def _wants_graph(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -217,9 +218,9 @@ def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
         combined = _combine(local, specs, dist.ReduceOp.SUM)
     else:
         sharded = [s is not None and any(s.mesh.sizes[a] > 1 for a in _axes_of(s, pending=False)) for s in specs]
-        powers = [n**order if is_cut else n for n, is_cut in zip(local, sharded, strict=True)]
+        powers = [n**order if many else n for n, many in zip(local, sharded, strict=True)]
         sums = _combine(powers, specs, dist.ReduceOp.SUM)
-        combined = [p ** (1 / order) if is_cut else p for p, is_cut in zip(sums, sharded, strict=True)]
+        combined = [p ** (1 / order) if many else p for p, many in zip(sums, sharded, strict=True)]
     if powsum:
         combined = [n if order in (0.0, 1.0) else n**order for n in combined]
     return _label_scalars([n.to(d) for n, d in zip(combined, out_dtypes, strict=True)], specs)

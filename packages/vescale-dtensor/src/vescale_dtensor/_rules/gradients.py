@@ -205,8 +205,8 @@ def register_hook(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 def distributed_hook(hook: Callable[[Any], Any], spec: Spec) -> Callable[[Tensor], Tensor | None]:
     """Wrap a gradient hook so that it works on DTensors though the engine hands out local parts."""
 
-    def wrapped(grad: Tensor) -> Tensor | None:
-        result = hook(tag(grad.as_subclass(Tensor), spec.dual))
+    def wrapped(grad: Tensor | None) -> Tensor | None:
+        result = hook(None if grad is None else tag(grad.as_subclass(Tensor), spec.dual))
         return None if result is None else local_gradient(result, spec)
 
     return wrapped

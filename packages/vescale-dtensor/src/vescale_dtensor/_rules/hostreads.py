@@ -18,6 +18,7 @@ from .._comm.move import move, reduced_types, strip
 from .._comm.record import note
 from .._dispatch.call import function_name
 from .._dispatch.table import register
+from .._irregular import is_cut
 from .._mesh import Axes, MeshInfo
 from .._spec import Spec
 from .._tensor import TABLE, DTensor
@@ -50,7 +51,7 @@ def _read_scalar(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _is_whole(spec: Spec) -> bool:
-    return all((t != P and t < 0) or size == 1 for t, size in zip(spec.types, spec.mesh.sizes, strict=True))
+    return all(not (t == P or is_cut(t)) or size == 1 for t, size in zip(spec.types, spec.mesh.sizes, strict=True))
 
 
 def _numpy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -80,7 +81,7 @@ def _contains(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def agree(ok: bool, spec: Spec) -> bool:
     """Whether `ok` holds on every rank that holds another part of a tensor of `spec`."""
     mesh = spec.mesh
-    axes: Axes = tuple(a for a, t in enumerate(spec.types) if t >= 0 and mesh.sizes[a] > 1)
+    axes: Axes = tuple(a for a, t in enumerate(spec.types) if is_cut(t) and mesh.sizes[a] > 1)
     return ok if not axes else _all_true(ok, mesh, axes)
 
 

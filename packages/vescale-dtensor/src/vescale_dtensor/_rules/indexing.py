@@ -14,11 +14,13 @@ from torch import Tensor
 
 from .._comm.move import move
 from .._dispatch import policy
+from .._dispatch.call import Rewrite
 from .._dispatch.copies import before_write, mark_copies
 from .._dispatch.engine import Cache, Entry, execute, label_one, miss, remember
 from .._dispatch.fallback import write_back
 from .._dispatch.table import register
 from .._spec import Spec, replicated
+from .._tap import alias
 from .._tensor import TABLE, DTensor
 from ..errors import UnsupportedOperationError
 from ._assignment import Assignment, as_tensor
@@ -77,7 +79,7 @@ def getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _index_plain(x: Tensor, index: Any) -> Any:
     mesh = next(i._spec.mesh for i in (index if isinstance(index, tuple) else (index,)) if isinstance(i, DTensor))
     policy.check_plain("__getitem__", tuple(x.shape))
-    return getitem(_getitem, (label_one(x.as_subclass(Tensor), replicated(mesh, x.shape)), index), {})
+    return getitem(_getitem, (label_one(alias(x), replicated(mesh, x.shape)), index), {})
 
 
 class _Windowed:
@@ -101,7 +103,7 @@ def _basic(x: DTensor, index: Any, parts: list[Part]) -> Any:
     """Entry of an index of ints, slices and None."""
     spec = x._spec
     cut = cut_dims(parts, spec)
-    if cut:
+    if cut and not spec.irregular:
         return _Windowed(spec, parts, cut)
     shape, pairs = layout_of(parts)
     full = [
@@ -110,7 +112,14 @@ def _basic(x: DTensor, index: Any, parts: list[Part]) -> Any:
         if shape[b] == spec.shape[d]
         and is_full(next(p.value for p in parts if p.kind == "range" and p.dim == d), spec.shape[d])
     ]
-    return miss(_getitem, (x, index), {}, lambda call: dim_map_rule(tuple(shape), full))
+    localize: Any = None
+    if spec.irregular:  # a ragged part may be longer than the dim whose place it takes, which `:n` would cut off
+        local = tuple(slice(None) if p.dim in dict(full) and p.kind == "range" else as_index(p) for p in parts)
+
+        def localize(ins: list[Spec], outs: list[Spec]) -> Rewrite:
+            return Rewrite(_getitem, (local,))
+
+    return miss(_getitem, (x, index), {}, lambda call: dim_map_rule(tuple(shape), full, localize, uniform=True))
 
 
 def _general(x: DTensor, index: Any) -> Any:
@@ -151,7 +160,7 @@ def _split(x: DTensor, parts: list[Part]) -> tuple[Any, tuple[Any, ...] | None]:
 
 
 def _no_op(index: list[Any], x: DTensor) -> bool:
-    return all(
+    return len(index) <= x._spec.ndim and all(  # longer ones add dims at the end
         isinstance(i, slice) and (i == slice(None) or (i.start == 0 and i.step == 1 and i.stop == n))
         for i, n in zip(index, x._spec.shape, strict=False)
     )
@@ -188,7 +197,10 @@ def setitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if isinstance(value, Tensor) and value.__class__ is not DTensor:
         if value.numel() != 1:
             policy.check_plain("x[index] = value", tuple(value.shape))
-        value = label_one(value.as_subclass(Tensor), replicated(spec.mesh, value.shape))
+        value = label_one(alias(value), replicated(spec.mesh, value.shape))
+    if spec.irregular:
+        _assign_whole(x, index, value)
+        return
     key = _key_of(spec, index)
     assign = None if key is None else _assignments.get(key)
     if assign is None:
@@ -241,6 +253,16 @@ def _assign_gathered(x: DTensor, parts: list[Part], value: Any) -> None:
     view, index = _split(copy, parts)
     assert index is not None
     _put(view, index, as_tensor(x, value))
+    write_back(x, copy)
+
+
+def _assign_whole(x: DTensor, index: Any, value: Any) -> None:
+    """Assign in a replicated copy and copy it back: where the local part is not one block."""
+    whole = replicated(x._spec.mesh, x._spec.shape).types
+    if policy.state.communication != "allow":
+        policy.report("x[index] = value", [(x._spec, whole)])
+    copy = cast(DTensor, move(x, whole).clone())
+    setitem(_setitem, (copy, index, value), {})
     write_back(x, copy)
 
 

@@ -20,6 +20,8 @@ from .._dispatch.table import keyed, register, spellings
 from .._spec import Spec
 from .._tensor import TABLE, DTensor
 from ..placements import P, R
+from ._batched import spared
+from ._blocks import cutting_strategies
 from .views import copied, dim_map_rule, permuted_rule, rewrite, sizes_of, swapped
 
 # ------------------------------------------------------------------ cutting
@@ -33,7 +35,15 @@ def _cut_rule(call: Call, dim: int, lengths: Sequence[int], *, keep: bool = True
     ]
     strategies = [Strategy((d,), (d if keep or d < dim else d - 1,) * n) for d in range(len(shape)) if d != dim]
     strategies.append(Strategy((P,), (P,) * n, exact=True))
-    return Rule(shapes, strategies, view=True)
+    if keep:
+        strategies += cutting_strategies(call, dim, lengths)
+
+    def localize(ins: list[Spec], outs: list[Spec]) -> Localized:
+        if not (keep and ins[0].irregular):
+            return None
+        return rewrite(call, torch.split_with_sizes, [o.local_shape[dim] for o in outs], dim)
+
+    return Rule(shapes, strategies, localize, view=True, uniform=True)
 
 
 def split_lengths(size: int, how: Any) -> list[int]:
@@ -127,7 +137,7 @@ def _cutting(rule: Callable[[Call], Rule | None]) -> Callable[..., Any]:
 
     def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x = args[0] if args else next(iter(kwargs.values()))
-        if x.__class__ is not DTensor or not x._spec.sharded or kwargs.get("out") is not None:
+        if x.__class__ is not DTensor or not x._spec.sharded or x._spec.irregular or kwargs.get("out") is not None:
             return by_rule(func, args, kwargs)
         return pieces(func, args, kwargs) or by_rule(func, args, kwargs)
 
@@ -193,7 +203,7 @@ def cat_rule(call: Call) -> Rule | None:
     if len(real) != len(legacy):
         strategies.append(Strategy(tuple(R if skip else P for skip in legacy), (P,), exact=True))
     strategies.append(Strategy((P,) * len(legacy), (P,), exact=True))
-    return Rule([shape], strategies)
+    return Rule([shape], strategies, uniform=True)
 
 
 def stack_rule(call: Call) -> Rule | None:
@@ -205,7 +215,7 @@ def stack_rule(call: Call) -> Rule | None:
     n = len(call.specs)
     strategies = [Strategy((d,) * n, (d + (d >= dim),)) for d in range(call.ndim)]
     strategies.append(Strategy((P,) * n, (P,), exact=True))
-    return Rule([(*shape[:dim], n, *shape[dim:])], strategies)
+    return Rule([(*shape[:dim], n, *shape[dim:])], strategies, uniform=True)
 
 
 keyed("cat concat concatenate", cat_rule, inplace=False)
@@ -353,7 +363,7 @@ def pad_rule(call: Call) -> Rule | None:
         return None
     rule = _whole_dims_rule(call, sorted(touched), tuple(shape))
     if mode != "constant":  # these modes ask for a batch and count dims: no empty local parts
-        rule.strategies = [s._replace(even=((0, s.ins[0]),)) if s.ins[0] >= 0 else s for s in rule.strategies]
+        rule.localize = lambda ins, outs: spared(call, ins, outs)
     elif value:
         rule.strategies = rule.strategies[:-1]  # not linear: the padding would be summed
     return rule

@@ -21,11 +21,14 @@ from .._comm.steps import AllReduce, ReduceExtremum
 from .._dispatch.call import Call, LocalFunction, Rule, Shape, Strategy
 from .._dispatch.engine import Cache, Entry, Handler, NoRule, execute, keyed_handler, miss, remember
 from .._dispatch.fallback import gather_fallback
+from .._irregular import is_cut
 from .._mesh import Axes, MeshInfo
 from .._spec import Spec
+from .._tap import alias, slot
 from .._tensor import TABLE
 from ..errors import UnsupportedOperationError
 from ..placements import I, P, R
+from ._across import first_order_only
 
 _run = torch._C._disabled_torch_function_impl
 _nll_loss_forward = torch.ops.aten.nll_loss_forward.default
@@ -59,6 +62,8 @@ def _sum_over(x: Tensor, mesh: MeshInfo, axes: Axes) -> Tensor:
     """Sum of a tensor that needs no gradient over the ranks of `axes`."""
     if not axes or mesh.size_of(axes) == 1:
         return x
+    if slot.recorder is not None:
+        return slot.recorder.atomic(_sum_over, (x, mesh, axes), {})  # type: ignore[no-any-return]
     work, finish = AllReduce(mesh, axes).start(x)
     if work is not None:
         work.wait()
@@ -106,8 +111,8 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         return loss.to(logits.dtype)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None]:
+        first_order_only("cross_entropy over sharded classes", "the logits")
         if grad is None:
             return None, None, None, None
         # A saved leaf comes back as the DTensor that it is; dispatch stays off so that it counts as its local part.
@@ -236,7 +241,7 @@ def _losses(logits: Tensor, target: Tensor, weight: Tensor | None, task: _Task) 
         return loss if weight is None else loss * _token_weight(target, weight, task)
     if task.class_axes:
         # Saved as plain tensors: the backward runs with dispatch on, where a DTensor would act as the whole.
-        parts = [t if t is None else t.as_subclass(Tensor) for t in (logits, target, weight)]
+        parts = [t if t is None else alias(t) for t in (logits, target, weight)]
         return _ShardedCrossEntropy.apply(*parts, task)  # type: ignore[no-any-return, no-untyped-call]
     return F.cross_entropy(
         logits, target, weight, ignore_index=task.ignore_index, reduction="none", label_smoothing=task.smoothing
@@ -367,11 +372,12 @@ def _rule(call: Call, names: str) -> Rule | None:
             Strategy((dim, dim if probabilities else out, *weighted), (out if reduction == "none" else P,))
         )
     same, total = (R, P) if kind == "nll" else (I, I)  # cross entropy makes the loss whole by itself
-    strategies.append(Strategy((class_dim, class_dim if probabilities else same, *(same,) * len(weighted)), (total,)))
+    of_classes = (class_dim, class_dim if probabilities else same, *(same,) * len(weighted))
+    strategies.append(Strategy(of_classes, (total,), block=True))
 
     def localize(ins: list[Spec], outs: list[Spec]) -> LocalFunction | None:
         spec = ins[0]
-        axes = [a for a, kind_ in enumerate(spec.types) if kind_ >= 0]
+        axes = [a for a, kind_ in enumerate(spec.types) if is_cut(kind_)]
         if not axes:
             return None
         count = 1
@@ -392,7 +398,7 @@ def _rule(call: Call, names: str) -> Rule | None:
         )
         return _local_loss(task, names)
 
-    return Rule([() if reduction != "none" else tokens], strategies, localize)
+    return Rule([() if reduction != "none" else tokens], strategies, localize, uniform=True)
 
 
 def cross_entropy_rule(call: Call) -> Rule | None:

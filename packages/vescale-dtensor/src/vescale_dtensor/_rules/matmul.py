@@ -41,6 +41,11 @@ def _out_shape(labels: Sequence[str], out: str, shapes: Sequence[Sequence[int]])
     return tuple(lengths[c] for c in out)
 
 
+def product_rule(labels: Sequence[str], out: str, shapes: Sequence[Sequence[int]]) -> Rule:
+    """Rule of a product by the labels of its dims."""
+    return Rule([_out_shape(labels, out, shapes)], product_strategies(labels, out, shapes), uniform=True)
+
+
 def matmul_labels(left: int, right: int) -> tuple[str, str, str]:
     """Labels of `matmul` for operands of `left` and `right` dims: batch dims align from the right."""
     if left == 1 and right == 1:
@@ -70,7 +75,7 @@ def matmul_rule(call: Call) -> Rule | None:
     strategies = product_strategies((left, right), out, shapes)
     if call.name == "__rmatmul__":
         strategies = [Strategy(s.ins[::-1], s.outs, exact=s.exact) for s in strategies]
-    return Rule([_out_shape((left, right), out, shapes)], strategies)
+    return Rule([_out_shape((left, right), out, shapes)], strategies, uniform=True)
 
 
 def linear_rule(call: Call) -> Rule | None:
@@ -92,7 +97,7 @@ def linear_rule(call: Call) -> Rule | None:
             for s in strategies
             if not s.exact
         ]
-    return Rule([_out_shape(labels, out, (x.shape, weight.shape))], strategies)
+    return Rule([_out_shape(labels, out, (x.shape, weight.shape))], strategies, uniform=True)
 
 
 def addmm_rule(call: Call) -> Rule | None:
@@ -106,6 +111,8 @@ def addmm_rule(call: Call) -> Rule | None:
         left, right, out = matmul_labels(left_spec.ndim, right_spec.ndim)
     shapes = (left_spec.shape, right_spec.shape)
     shape = _out_shape((left, right), out, shapes)
+    if call.name.startswith("addbmm_") and tuple(added.shape) != shape:
+        return None  # torch would give its first argument another shape
     strategies = []
     for s in product_strategies((left, right), out, shapes):
         (to,) = s.outs
@@ -117,7 +124,7 @@ def addmm_rule(call: Call) -> Rule | None:
             own = to - len(shape) + added.ndim
             first = own if own >= 0 and added.shape[own] == shape[to] else R
         strategies.append(Strategy((first, *s.ins), s.outs))
-    return Rule([shape], strategies)
+    return Rule([shape], strategies, uniform=True)
 
 
 def einsum_rule(call: Call) -> Rule | None:
@@ -141,7 +148,7 @@ def einsum_rule(call: Call) -> Rule | None:
         return None
     if any(len(lab) != len(s) for lab, s in zip(labels, shapes, strict=True)):
         return None
-    return Rule([_out_shape(labels, out, shapes)], product_strategies(labels, out, shapes))
+    return product_rule(labels, out, shapes)
 
 
 def _expand_ellipsis(
@@ -173,8 +180,7 @@ def outer_rule(call: Call) -> Rule | None:
     """`outer` of two vectors."""
     if [s.ndim for s in call.specs] != [1, 1]:
         return None
-    shapes = [s.shape for s in call.specs]
-    return Rule([(shapes[0][0], shapes[1][0])], product_strategies(("m", "n"), "mn", shapes))
+    return product_rule(("m", "n"), "mn", [s.shape for s in call.specs])
 
 
 keyed("outer ger", outer_rule, inplace=False)

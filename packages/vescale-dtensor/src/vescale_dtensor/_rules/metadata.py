@@ -41,6 +41,11 @@ def _in_place(
         rest = (*args[1:], *kwargs.values())
         before_write(x, function_name(func))
         spec: Spec = x._spec
+        if spec.irregular:
+            raise UnsupportedOperationError(
+                f"{function_name(func)} rearranges the dims of {spec!r} in place, which is not cut in blocks; use its "
+                "out-of-place form, or redistribute it to Shard(dim) or Replicate() first"
+            )
         dims = dims_of(spec, rest)
         lost = spec.sharded - {d for d in dims if d is not None}
         if lost:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .._dispatch.call import Call, Localized, Rule, Strategy
 from .._dispatch.engine import RuleFunction
+from .._dispatch.table import keyed
 from .._spec import Spec
 from ..placements import R
 from ._canonical import hashable, several
@@ -45,7 +46,7 @@ def _affine_rule(num_outs: int = 1) -> RuleFunction:
         shape = tuple(call.shape)
         statistics = (*shape[:lead], *(1,) * len(trailing))
         shapes = [shape, statistics, statistics][:num_outs]
-        return Rule(shapes, [Strategy((d, *weights), (d,) * num_outs) for d in range(lead)])
+        return Rule(shapes, [Strategy((d, *weights), (d,) * num_outs) for d in range(lead)], uniform=True)
 
     return rule
 
@@ -77,3 +78,24 @@ several("layer_norm", _layer, _affine_rule(), torch.layer_norm)
 several("native_layer_norm", _layer, _affine_rule(3), torch.native_layer_norm)
 several("rms_norm", _rms, _affine_rule(), torch.rms_norm)
 several("torch.group_norm", _group, group_norm_rule, torch.group_norm)
+
+
+def native_group_norm_rule(call: Call) -> Rule | None:
+    """`native_group_norm(input, weight, bias, N, C, HxW, group, eps)`: the number of samples is named once more."""
+    samples, groups = call.arg(3, "N"), call.arg(6, "group")
+    if call.ndim < 2 or call.shape[0] != samples or call.operands[0] is not call.arg(0, "input"):
+        return None
+    affine = len(call.specs) - 1
+
+    def localize(ins: list[Spec], outs: list[Spec]) -> Localized:
+        own = ins[0].local_shape[0]
+        if own == samples or len(call.args) < 4:
+            return None
+        return lambda func, args, kwargs: func(*args[:3], own, *args[4:], **kwargs)
+
+    shapes = [tuple(call.shape), (samples, groups), (samples, groups)]
+    strategies = [Strategy((0, *(R,) * affine), (0,) * 3)] if len(call.args) >= 4 else []
+    return Rule(shapes, strategies, localize)
+
+
+keyed("native_group_norm", native_group_norm_rule, inplace=False)

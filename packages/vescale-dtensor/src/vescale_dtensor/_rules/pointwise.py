@@ -8,6 +8,7 @@ sum as well: keeping it pending would move the reduction to wherever the value i
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from .._dispatch.call import Call, Rule, Shape, Strategy
 from .._dispatch.engine import RuleFunction
 from .._dispatch.table import keyed, pointwise
-from ..placements import P, R
+from ..placements import I, P, R
 
 
 def broadcast(shapes: Sequence[Sequence[int]]) -> Shape:
@@ -55,7 +56,7 @@ def _rule(linear: str = "", num_outs: int = 1) -> RuleFunction:
         out = broadcast(shapes)
         strategies = elementwise_strategies(shapes, out, num_outs)
         strategies += keep_pending(call)
-        return Rule([out] * num_outs, strategies)
+        return Rule([out] * num_outs, strategies, uniform=True)
 
     return rule
 
@@ -92,11 +93,18 @@ _PENDING = {"": _never, "unary": _unary, "add": _add, "mul": _mul, "div": _div, 
 
 
 def conversion_rule(call: Call) -> Rule:
-    """`to`, `float`, `type` and the like: linear between floating types; the device must stay the mesh's."""
+    """`to`, `float`, `type` and the like: linear between floating types; the device must stay the mesh's.
+
+    A second tensor (`type_as(other)`) lends its dtype only, so it may lie anyhow.
+    """
     out = tuple(call.shape)
-    strategies = [Strategy((d, *(R,) * (len(call.specs) - 1)), (d,)) for d in range(len(out))]
-    if _target_dtype(call).is_floating_point or _target_dtype(call).is_complex:
-        strategies.append(Strategy((P, *(R,) * (len(call.specs) - 1)), (P,), exact=True))
+    linear = _target_dtype(call).is_floating_point or _target_dtype(call).is_complex
+    lenders = [tuple(dict.fromkeys((R, I, *s.types))) for s in call.specs[1:]]
+    strategies = []
+    for others in itertools.product(*lenders):
+        strategies += [Strategy((t, *others), (t,)) for t in (*range(len(out)), I, R)]
+        if linear:
+            strategies.append(Strategy((P, *others), (P,), exact=True))
     device = _target_device(call)
     if device is not None and device not in (call.mesh.device_type, "meta"):
         from ..errors import UnsupportedOperationError
@@ -106,7 +114,7 @@ def conversion_rule(call: Call) -> Rule:
             f"{call.mesh.device_type!r} devices. "
             "Distribute it on a mesh of that device type instead"
         )
-    return Rule([out], strategies)
+    return Rule([out], strategies, uniform=True)
 
 
 _BY_NAME = {
@@ -165,10 +173,15 @@ special.gammaln special.polygamma special.gammainc special.gammaincc special.mul
 special.bessel_j1 special.bessel_y0 special.bessel_y1 special.modified_bessel_i0 special.modified_bessel_i1
 special.modified_bessel_k0 special.modified_bessel_k1 special.scaled_modified_bessel_k0
 special.scaled_modified_bessel_k1 special.spherical_bessel_j0 special.airy_ai
+special.chebyshev_polynomial_t special.chebyshev_polynomial_u special.chebyshev_polynomial_v
+special.chebyshev_polynomial_w special.shifted_chebyshev_polynomial_t special.shifted_chebyshev_polynomial_u
+special.shifted_chebyshev_polynomial_v special.shifted_chebyshev_polynomial_w special.hermite_polynomial_h
+special.hermite_polynomial_he special.laguerre_polynomial_l special.legendre_polynomial_p
 """
 
 pointwise(_NOT_LINEAR, _rule())
 pointwise(_SPECIAL, _rule(), inplace=False)
+pointwise("aten.native_dropout_backward", _rule(), inplace=False)
 pointwise("add sub subtract __add__ __radd__ __sub__ __rsub__ rsub __iadd__ __isub__", _rule("add"))
 pointwise("mul multiply __mul__ __rmul__ __imul__", _rule("mul"))
 pointwise("div divide true_divide __truediv__ __div__ __itruediv__ __idiv__", _rule("div"))

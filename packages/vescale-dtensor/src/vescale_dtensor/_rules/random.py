@@ -24,6 +24,7 @@ from .._dispatch.copies import before_write
 from .._dispatch.engine import Handler, label_one, out_variant, tag, tensors_in
 from .._dispatch.fallback import enter, gather_fallback, write_back
 from .._dispatch.table import spellings
+from .._irregular import is_cut
 from .._order import keep_order, loses_order
 from .._spec import Spec, spec_of
 from .._tensor import TABLE, DTensor
@@ -46,7 +47,7 @@ def reduced(x: DTensor) -> DTensor:
 
 def factory_spec(spec: Spec) -> Spec:
     """Layout of a new tensor made like one of `spec`: sharded alike, else the same on every rank."""
-    return spec.with_types(tuple(t if t >= 0 else I for t in spec.types))
+    return spec.with_types(tuple(t if is_cut(t) else I for t in spec.types))
 
 
 # ------------------------------------------------------------------ dropout
@@ -107,6 +108,11 @@ def _feature_spec(spec: Spec) -> Spec:
     """Layout of a mask that is the same for all positions of a channel."""
     if spec.ndim < 2:
         raise RuntimeError("Feature dropout requires at least 2 dimensions in the input")
+    if spec.irregular:
+        raise UnsupportedOperationError(
+            f"feature dropout draws one number per channel, but {spec!r} is not cut in blocks; "
+            "redistribute it to Shard(dim) or Replicate() first"
+        )
     return spec_of(spec.mesh, (*spec.shape[:2], *(1,) * (spec.ndim - 2)), tuple(t if t < 2 else I for t in spec.types))
 
 
@@ -311,7 +317,7 @@ def sampled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x = reduced(x)
     spec = x._spec
     if _name(func) == "multinomial":
-        if spec.ndim != 2 or spec.sharded - {0}:
+        if spec.ndim != 2 or spec.sharded - {0} or spec.irregular:
             return whole_draw(func, args, rest)
         num = args[1] if len(args) > 1 else rest["num_samples"]
         out = spec_of(spec.mesh, (spec.shape[0], num), spec.types)

@@ -23,7 +23,9 @@ from ._canonical import Reduced, hashable, renamed, rewrite, unary
 Localize = Callable[[list[Spec], list[Spec]], Localized]
 
 
-def reduction(red: Reduced, over: int, localize: Localize, *, pending: bool = False, num_outs: int = 1) -> Rule:
+def reduction(
+    red: Reduced, over: int, localize: Localize, *, pending: bool = False, num_outs: int = 1, placed: bool = False
+) -> Rule:
     """Rule of a reduction.
 
     Args:
@@ -32,11 +34,15 @@ def reduction(red: Reduced, over: int, localize: Localize, *, pending: bool = Fa
         localize: see `Rule`.
         pending: the function is linear and keeps a pending sum pending.
         num_outs: number of results, all of the same shape.
+        placed: the place of a block along a reduced dim matters, as for indices.
     """
-    strategies = [Strategy((d,), (over if d in red.dims else red.place(d),) * num_outs) for d in range(red.ndim)]
+    strategies = [
+        Strategy((d,), (over if d in red.dims else red.place(d),) * num_outs, block=placed and d in red.dims)
+        for d in range(red.ndim)
+    ]
     if pending:
         strategies.append(Strategy((P,), (P,) * num_outs, exact=True))
-    return Rule([red.out] * num_outs, strategies, localize)
+    return Rule([red.out] * num_outs, strategies, localize, uniform=True)
 
 
 def dim_keepdim(input: Tensor, dim: Any = None, keepdim: bool = False) -> tuple[Any, ...]:

@@ -60,7 +60,7 @@ def index_rule(call: Call) -> Rule:
     strategies += [Strategy((R, *layout.sharded_positions(b)), (layout.at + b,)) for b in range(len(layout.block))]
     strategies.append(Strategy((P, *(R,) * n), (P,)))
     if call.operands[0].dtype is not torch.bool:
-        strategies += [Strategy((d, *(R,) * n), (P,)) for d in layout.dims]
+        strategies += [Strategy((d, *(R,) * n), (P,), block=True) for d in layout.dims]
 
     def localize(ins: list[Spec], outs: list[Spec]) -> Localized:
         masked = [d for d in layout.dims if d in ins[0].sharded]
@@ -80,7 +80,7 @@ def index_rule(call: Call) -> Rule:
 
         return local
 
-    return Rule([layout.shape], strategies, localize)
+    return Rule([layout.shape], strategies, localize, uniform=True)
 
 
 def index_put_rule(call: Call) -> Rule | None:
@@ -100,7 +100,7 @@ def index_put_rule(call: Call) -> Rule | None:
         return own if own >= 0 and value.shape[own] == layout.shape[b] else R
 
     strategies = [Strategy((d, *(R,) * n, of_value(b)), (d,)) for d, b in layout.place.items()]
-    strategies += [Strategy((d, *(R,) * n, R), (d,)) for d in layout.dims]
+    strategies += [Strategy((d, *(R,) * n, R), (d,), block=True) for d in layout.dims]
     strategies.append(Strategy((P, *(R,) * n, P), (P,)))
 
     def localize(ins: list[Spec], outs: list[Spec]) -> Localized:
@@ -113,7 +113,7 @@ def index_put_rule(call: Call) -> Rule | None:
                 shape[b] = ins[0].local_shape[d]
         return _masked_put(ins[0], layout, masked, shape)
 
-    return Rule([tuple(call.shape)], strategies, localize)
+    return Rule([tuple(call.shape)], strategies, localize, uniform=True)
 
 
 def _masked_put(spec: Spec, layout: _Layout, masked: list[int], shape: list[int]) -> Localized:

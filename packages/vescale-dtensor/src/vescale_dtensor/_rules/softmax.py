@@ -98,7 +98,8 @@ def softmax_rule(function: Any, distributed: type[torch.autograd.Function]) -> R
 
             return Rewrite(local, ())
 
-        return Rule([shape], [Strategy((d,), (d,)) for d in range(call.ndim)], localize)
+        strategies = [Strategy((d,), (d,), block=d == position) for d in range(call.ndim)]
+        return Rule([shape], strategies, localize, uniform=True)
 
     return rule
 

@@ -7,7 +7,6 @@ are blocks of the result too, whether or not they are of equal size.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,17 +21,20 @@ from .._dispatch.table import keyed, register
 from .._spec import Spec, spec_of
 from .._tensor import TABLE, DTensor
 from ..placements import P
+from ._blocks import reshape_pairs, reshape_strategies, same_blocks
 from .pointwise import broadcast
 
 _run = torch._C._disabled_torch_function_impl
 _KEEP_PENDING = Strategy((P,), (P,), exact=True)
 
 
-def dim_map_rule(shape: Shape, pairs: Sequence[tuple[int, int]], localize: Any = None, *, view: bool = True) -> Rule:
+def dim_map_rule(
+    shape: Shape, pairs: Sequence[tuple[int, int]], localize: Any = None, *, view: bool = True, uniform: bool = False
+) -> Rule:
     """Rule of a linear function of one tensor whose input dim d lies along output dim b for (d, b) in `pairs`."""
     strategies = [Strategy((d,), (b,)) for d, b in pairs]
     strategies.append(_KEEP_PENDING)
-    return Rule([shape], strategies, localize, view=view)
+    return Rule([shape], strategies, localize, view=view, uniform=uniform)
 
 
 def rewrite(call: Call, function: Any, *tail: Any) -> Localized:
@@ -84,85 +86,20 @@ def infer_shape(sizes: Shape, numel: int) -> Shape:
     raise RuntimeError(f"shape '{list(sizes)}' is invalid for input of size {numel}")
 
 
-def reshape_pairs(old: Sequence[int], new: Sequence[int]) -> list[tuple[int, int, int, int]]:
-    """Dims that begin the same block of memory: (old dim, new dim, elements per old index, per new index).
-
-    >>> reshape_pairs((4, 6), (2, 2, 6))
-    [(0, 0, 1, 2), (1, 2, 1, 1)]
-    """
-    i = j = 0
-    pairs: list[tuple[int, int, int, int]] = []
-    ones_old: list[int] = []
-    ones_new: list[int] = []
-    if 0 in old:  # no elements: only dims that stay where they are can be told apart
-        same = itertools.takewhile(lambda ab: ab[0] == ab[1], zip(old, new, strict=False))
-        return [(d, d, 1, 1) for d, _ in enumerate(same)]
-    while i < len(old) or j < len(new):
-        if i < len(old) and old[i] == 1:
-            ones_old.append(i)
-            i += 1
-            continue
-        if j < len(new) and new[j] == 1:
-            ones_new.append(j)
-            j += 1
-            continue
-        pairs += [(a, b, 1, 1) for a, b in zip(ones_old, ones_new, strict=False)]
-        ones_old, ones_new = [], []
-        first_i, first_j, p, q = i, j, old[i], new[j]
-        i, j = i + 1, j + 1
-        while p != q:
-            if p < q:
-                p *= old[i]
-                i += 1
-            else:
-                q *= new[j]
-                j += 1
-        pairs.append((first_i, first_j, p // old[first_i], q // new[first_j]))
-    return pairs + [(a, b, 1, 1) for a, b in zip(ones_old, ones_new, strict=False)]
-
-
-def _same_blocks(
-    sizes: Sequence[int], dim: int, lengths: tuple[int, int], inner: tuple[int, int]
-) -> Callable[[int, list[Strategy]], bool]:
-    """Condition that cutting the old dim and cutting the new one give every rank the same elements."""
-
-    def when(axis: int, chosen: list[Strategy]) -> bool:
-        blocks = {lengths}
-        for a, strategy in enumerate(chosen):
-            if strategy.ins[0] == dim:
-                blocks = set().union(*[_cut(old, new, sizes[a]) for old, new in blocks])
-        n = sizes[axis]
-        return all(-(-old // n) * inner[0] == -(-new // n) * inner[1] for old, new in blocks)
-
-    return when
-
-
-def _cut(old: int, new: int, parts: int) -> set[tuple[int, int]]:
-    """Lengths of the parts of two aligned dims: full ones, the remainder, empty ones."""
-    step_old, step_new = max(-(-old // parts), 1), max(-(-new // parts), 1)
-    found = {(0, 0)}
-    if old >= step_old:
-        found.add((step_old, step_new))
-    if old % step_old:
-        found.add((old % step_old, new % step_new))
-    return found
-
-
 def _reshape_rule(call: Call, shape: Shape, function: Any, *, view: bool) -> Rule:
     old = call.shape
-    mesh_sizes = call.mesh.sizes
-    strategies = []
-    for d, b, inner_old, inner_new in reshape_pairs(old, shape):
-        when = (
-            None if inner_old == inner_new else _same_blocks(mesh_sizes, d, (old[d], shape[b]), (inner_old, inner_new))
-        )
-        strategies.append(Strategy((d,), (b,), when=when))
-    strategies.append(_KEEP_PENDING)
+    pairs = reshape_pairs(old, shape)
+
+    def condition(dim: int, lengths: tuple[int, int], inner: tuple[int, int]) -> Any:
+        return None if inner[0] == inner[1] else same_blocks(call.mesh.sizes, dim, lengths, inner)
+
+    strategies = [Strategy((d,), (b,), when=condition(d, (old[d], shape[b]), (i, j))) for d, b, i, j in pairs]
+    strategies += [_KEEP_PENDING, *reshape_strategies(call, shape, pairs, condition)]
 
     def localize(ins: list[Spec], outs: list[Spec]) -> Localized:
         return rewrite(call, function, outs[0].local_shape)
 
-    return Rule([shape], strategies, localize, view=view)
+    return Rule([shape], strategies, localize, view=view, uniform=True)
 
 
 def view_rule(call: Call) -> Rule:
@@ -264,7 +201,7 @@ register("expand_as", _like("expand"))
 def permuted_rule(call: Call, order: Sequence[int], localize: Any = None) -> Rule:
     """Rule of a view whose dim b is the input's dim `order[b]`."""
     shape = call.shape
-    return dim_map_rule(tuple([shape[d] for d in order]), [(d, b) for b, d in enumerate(order)], localize)
+    return dim_map_rule(tuple([shape[d] for d in order]), [(d, b) for b, d in enumerate(order)], localize, uniform=True)
 
 
 def swapped(ndim: int, dim0: int, dim1: int) -> list[int]:
@@ -346,14 +283,15 @@ def squeeze_rule(call: Call) -> Rule:
     def localize(ins: list[Spec], outs: list[Spec]) -> Localized:
         return rewrite(call, torch.squeeze, gone)
 
-    return dim_map_rule(tuple([call.shape[d] for d in kept]), [(d, b) for b, d in enumerate(kept)], localize)
+    pairs = [(d, b) for b, d in enumerate(kept)]
+    return dim_map_rule(tuple([call.shape[d] for d in kept]), pairs, localize, uniform=True)
 
 
 def unsqueeze_rule(call: Call) -> Rule:
     """`unsqueeze(dim)`."""
     at = normalize_dim(call.arg(1, "dim"), call.ndim + 1)
     shape = call.shape
-    return dim_map_rule((*shape[:at], 1, *shape[at:]), [(d, d + (d >= at)) for d in range(call.ndim)])
+    return dim_map_rule((*shape[:at], 1, *shape[at:]), [(d, d + (d >= at)) for d in range(call.ndim)], uniform=True)
 
 
 def expand_rule(call: Call) -> Rule:
@@ -387,7 +325,7 @@ def expand_rule(call: Call) -> Rule:
     def localize(ins: list[Spec], outs: list[Spec]) -> Localized:
         return rewrite(call, Tensor.expand, outs[0].local_shape)
 
-    return dim_map_rule(tuple(new), pairs, localize)
+    return dim_map_rule(tuple(new), pairs, localize, uniform=True)
 
 
 keyed("squeeze", squeeze_rule, inplace=False)

@@ -1,0 +1,123 @@
+"""Guards at what records a program or runs it outside of Python: TorchScript, export, Dynamo.
+
+A recording would hold local sizes, and TorchScript runs in C++ on the storage. What cannot be done
+is refused; a scripted function that meets a DTensor runs as the Python function that it was made of.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.export
+import torch.fx.experimental.proxy_tensor
+import torch.jit._script
+import torch.utils._pytree as pytree
+from torch import nn
+
+from ._patching import holds_dtensor, refusal, replace_once
+from ._tensor import DTensor
+
+_on = torch._C._is_torch_function_enabled
+
+
+def _module_holds_dtensor(module: Any) -> bool:
+    if not isinstance(module, nn.Module):
+        return False
+    return any(t.__class__ is DTensor for t in (*module.parameters(), *module.buffers()))
+
+
+def _recorder(what: str) -> Callable[[Any], Any]:
+    """Wrap a function that records a module or function called on example inputs."""
+
+    def make(original: Any) -> Any:
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            module = args[0] if args else next(iter(kwargs.values()), None)
+            inputs = (*args[1:], *kwargs.values())
+            if (
+                _module_holds_dtensor(module)
+                or holds_dtensor([inputs])
+                or any(isinstance(i, dict) and holds_dtensor(i.values()) for i in inputs)
+            ):
+                raise refusal(what, "Use it on the single-device module, before that is parallelized")
+            return original(*args, **kwargs)
+
+        return wrapper
+
+    return make
+
+
+def _refuse_to_trace(original: Any) -> Any:
+    """Wrap `make_fx`, whose graph would lack all communication."""
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        traced = original(*args, **kwargs)
+
+        @functools.wraps(traced)
+        def call(*inputs: Any) -> Any:
+            if holds_dtensor(pytree.tree_leaves(inputs)):
+                raise refusal("make_fx", "Trace the function on plain tensors, or with torch.fx.symbolic_trace")
+            return traced(*inputs)
+
+        return call
+
+    return wrapper
+
+
+def _call_scripted(original: Any) -> Any:
+    """Wrap the call of a scripted function."""
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _on() and (holds_dtensor(args) or (kwargs and holds_dtensor(kwargs.values()))):
+            function = getattr(self, "_torchdynamo_inline", None)
+            if function is None:  # loaded from a file
+                raise refusal(
+                    f"the TorchScript function {self.name}",
+                    "Call the Python function that it was made of, or local_map",
+                )
+            return function(*args, **kwargs)
+        return original(self, *args, **kwargs)
+
+    return __call__
+
+
+@functools.cache
+def _not_traceable() -> None:
+    """Tell Dynamo to leave DTensors to the interpreter; cheap only once Dynamo is loaded, hence not at import."""
+    from torch._dynamo import config, trace_rules
+
+    config.nontraceable_tensor_subclasses.add(DTensor)
+    trace_rules.add(__package__)  # frames of ours that see no DTensor, such as moves
+
+
+def _guard_compile() -> None:
+    if "torch._dynamo" in sys.modules:
+        _not_traceable()
+
+    def make(original: Any) -> Any:
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            _not_traceable()
+            return original(*args, **kwargs)
+
+        return wrapper
+
+    replace_once(torch, "compile", make)
+
+
+def install() -> None:
+    """Put the guards in place; may be called again."""
+    for owner in (torch.jit, torch.jit._trace):
+        for name in ("trace", "trace_module"):
+            replace_once(owner, name, _recorder(f"torch.jit.{name}"))
+    for owner in (torch.jit, torch.jit._script):
+        replace_once(owner, "script", _recorder("torch.jit.script"))
+    replace_once(torch.export, "export", _recorder("torch.export.export"))
+    replace_once(torch.fx.experimental.proxy_tensor, "make_fx", _refuse_to_trace)
+    replace_once(torch.jit.ScriptFunction, "__call__", _call_scripted)
+    _guard_compile()
