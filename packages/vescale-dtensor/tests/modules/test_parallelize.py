@@ -312,7 +312,7 @@ BAD_PLANS = {
     ),
     "index": ({"forward": {"fc1.input.3": [Shard(0)]}}, r"argument '3' of fc1"),
     "name": ("nanogtp", r"no plan is registered as 'nanogtp' \(did you mean 'nanogpt'"),
-    "auto": ("auto", "not made automatically"),
+    "auto": ("auto", "is made for one module"),
     "type": (3, "expected a mapping, the name of a plan, or a list"),
 }
 

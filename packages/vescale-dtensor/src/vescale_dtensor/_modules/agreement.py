@@ -13,11 +13,14 @@ from collections.abc import Mapping
 import torch.distributed as dist
 from torch import Tensor
 
+from .._deferred import fingerprint, is_deferred
 from .._mesh import MeshInfo
 
 
 def digest(tensor: Tensor) -> str:
     """Return a text that equals for equal tensors: shape, dtype and a hash of the data."""
+    if is_deferred(tensor):
+        return fingerprint(tensor)
     described = f"{list(tensor.shape)} {tensor.dtype}"
     if tensor.is_meta or tensor.layout.__repr__() != "torch.strided":
         return described

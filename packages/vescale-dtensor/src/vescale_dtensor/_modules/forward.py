@@ -19,11 +19,15 @@ from .._comm.move import move
 from .._dispatch import policy
 from .._mesh import MeshInfo
 from .._spec import Spec, replicated
+from .._tap import unrecorded
 from .._tensor import DTensor, make
 from ..errors import PlanError
 from ..placements import AxisTypes, to_axis_types
 from .agreement import digest, disagreements
 from .plan import Axes, Path, Request, merged, nearest
+
+Moved = dict[tuple[int, AxisTypes], DTensor]
+"""Tensors moved for one call, by the address of what they were and the types that they have now."""
 
 
 class Converter:
@@ -41,18 +45,21 @@ class Converter:
             self._wanted[path] = merged(found, self.mesh) if found else None
         return self._wanted[path]
 
-    def convert(self, value: Any, path: Path) -> Any:
-        """Return `value` with its tensors moved; the same object if nothing moved."""
+    def convert(self, value: Any, path: Path, moved_already: Moved | None = None) -> Any:
+        """Return `value` with its tensors moved; the same object if nothing moved.
+
+        What occurs in `moved_already`, perhaps as another argument, is moved once and stays one object.
+        """
         if isinstance(value, Tensor):
-            return self.tensor(value, path)
+            return self.tensor(value, path, moved_already)
         items = children(value)
         if not items:
             return value
-        moved = {k: self.convert(v, (*path, k)) for k, v in items}
+        moved = {k: self.convert(v, (*path, k), moved_already) for k, v in items}
         changed = {k: moved[k] for k, v in items if moved[k] is not v}
         return _rebuilt(value, changed) if changed else value
 
-    def tensor(self, value: Tensor, path: Path) -> Tensor:
+    def tensor(self, value: Tensor, path: Path, moved_already: Moved | None = None) -> Tensor:
         """Move one tensor."""
         axes = self.wanted(path)
         if axes is None:
@@ -61,7 +68,13 @@ class Converter:
         types = self._types.get((x._spec, axes))
         if types is None:
             types = self._types[x._spec, axes] = self._decide(x._spec, axes, path)
-        return move(x, types)
+        if moved_already is None:
+            return move(x, types)
+        key = (id(value), types)
+        found = moved_already.get(key)
+        if found is None:
+            found = moved_already[key] = move(x, types)
+        return found
 
     def _decide(self, spec: Spec, axes: Axes, path: Path) -> AxisTypes:
         where = ".".join((self.title, *path))
@@ -139,8 +152,9 @@ class InputHook:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         names, convert = self.parameters, self.converter.convert
-        new = tuple(convert(a, (names[i] if i < len(names) else str(i),)) for i, a in enumerate(args))
-        return new, {k: convert(v, (k,)) for k, v in kwargs.items()}
+        seen: Moved = {}
+        new = tuple(convert(a, (names[i] if i < len(names) else str(i),), seen) for i, a in enumerate(args))
+        return new, {k: convert(v, (k,), seen) for k, v in kwargs.items()}
 
 
 class OutputHook:
@@ -199,7 +213,8 @@ class Root:
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the forward of the module."""
         if not policy.state.inside_modules:
-            self._check_inputs(args, kwargs)
+            with unrecorded():
+                self._check_inputs(args, kwargs)
         policy.state.inside_modules += 1
         self.depth += 1
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._api import distribute_tensor
+from .._deferred import finish, is_deferred, require_outside
 from .._dispatch import policy
 from .._mesh import MeshInfo, mesh_info
 from .._tensor import DTensor
@@ -31,6 +32,7 @@ def parallelize_module(
     *,
     src_data_rank: int | None = None,
     check: bool = True,
+    example_inputs: Any = None,
 ) -> nn.Module:
     """Distribute a module in place by a plan, and return it. Its code stays that of one device.
 
@@ -48,13 +50,15 @@ def parallelize_module(
     make this call. Parameters become other objects: make the optimizer afterwards.
 
     Args:
-        module: the module, the same on every rank. On the meta device only shapes are distributed.
+        module: the module, the same on every rank. On the meta device only shapes are distributed; one that was
+            made inside `deferred_init` gets its values here, each rank's part on that rank.
         device_mesh: the mesh.
-        plan: a plan, the name of a registered one, a function of module and mesh that returns one, or a
-            list of plans and names, merged in order.
+        plan: a plan, the name of a registered one, a function of module and mesh that returns one, "auto" for
+            one that `auto_plan` finds, or a list of these, merged in order.
         src_data_rank: rank within each mesh axis whose parameters count; they are broadcast. None
             (default) communicates no parameters.
         check: compare hashes of the parameters over the mesh (without `src_data_rank`).
+        example_inputs: one batch for the whole mesh, for "auto" (see `auto_plan`); only its shapes count.
 
     Raises:
         PlanError: a key matches nothing, a placement does not fit, a section or axis is unknown, or the
@@ -63,6 +67,7 @@ def parallelize_module(
 
     >>> plan = {"parameter": {"fc1.weight": {"tp": Shard(0)}}, "forward": {"input": {"dp": Shard(0)}}}  # doctest: +SKIP
     """
+    require_outside("parallelize_module")
     info = mesh_info(device_mesh)
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
@@ -71,13 +76,14 @@ def parallelize_module(
             f"{type(module).__name__} is parallelized already; merge the plans in one call: "
             f"parallelize_module(module, mesh, [plan, other])"
         )
-    requests = _read(plan, module, info)
+    requests = read(plan, module, info, example_inputs)
     hooks = _plan_hooks(module, info, requests.forward)
     targets = _targets(module, info, requests)
     if check and src_data_rank is None:
         _check_parameters(module, info)
     for owners, names, tensor, types in targets:
         _replace(owners, names, tensor, types, info, src_data_rank)
+    finish(module)
     root = Root(info, module)
     module._vescale_root = root  # type: ignore[assignment]
     module.register_forward_pre_hook(EnterHook(root), prepend=True, with_kwargs=True)
@@ -92,19 +98,24 @@ def parallelize_module(
     return module
 
 
-def _read(plan: AnyPlan, module: nn.Module, mesh: MeshInfo) -> Requests:
+def read(plan: AnyPlan, module: nn.Module, mesh: MeshInfo, example_inputs: Any = None) -> Requests:
+    """Read what `parallelize_module` takes as a plan."""
     plans: Sequence[Any] = [plan] if isinstance(plan, str | Mapping) or callable(plan) else plan
     if not isinstance(plans, Sequence):
         raise PlanError(f"plan = {plan!r}: expected a mapping, the name of a plan, or a list of these")
     total = Requests([], [], [])
     for one in plans:
-        if isinstance(one, str):
-            read = read_plan(find_plan(one, module, mesh.device_mesh), mesh, optional=True)
+        if one == "auto" and example_inputs is not None:
+            from .._auto import auto_plan
+
+            found = read_plan(auto_plan(module, mesh.device_mesh, example_inputs), mesh)
+        elif isinstance(one, str):
+            found = read_plan(find_plan(one, module, mesh.device_mesh), mesh, optional=True)
         else:
-            read = read_plan(one(module, mesh.device_mesh) if callable(one) else one, mesh)
-        total.parameter += read.parameter
-        total.buffer += read.buffer
-        total.forward += read.forward
+            found = read_plan(one(module, mesh.device_mesh) if callable(one) else one, mesh)
+        total.parameter += found.parameter
+        total.buffer += found.buffer
+        total.forward += found.forward
     return total
 
 
@@ -185,7 +196,8 @@ def _replace(
     owners: list[nn.Module], names: list[str], tensor: Tensor, types: AxisTypes, mesh: MeshInfo, source: int | None
 ) -> None:
     placements = [to_placement(t) for t in types]
-    new = distribute_tensor(tensor, mesh.device_mesh, placements, src_data_rank=None if tensor.is_meta else source)
+    source = None if tensor.is_meta and not is_deferred(tensor) else source
+    new = distribute_tensor(tensor, mesh.device_mesh, placements, src_data_rank=source)
     for key, value in tensor.__dict__.items():  # what users attach to parameters
         if key != "_is_param":
             setattr(new, key, value)

@@ -63,8 +63,8 @@ def find_plan(name: str, module: nn.Module, mesh: DeviceMesh) -> Plan:
         _plugins_asked = True  # after the call: a plugin that failed is asked again, and fails again
     if name == "auto":
         raise PlanError(
-            f'plan = "auto": plans are not made automatically in this version; '
-            f"give a plan, or the name of one: {sorted(_plans)}"
+            'plan = "auto" is made for one module, mesh and batch: call parallelize_module(module, mesh, '
+            '"auto", example_inputs=batch), or pass auto_plan(module, mesh, batch)'
         )
     source = _plans.get(name)
     if source is None:
