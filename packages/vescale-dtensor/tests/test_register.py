@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from vescale_dtensor import Shard, _register, distribute_tensor, implicit_communication
 from vescale_dtensor._dispatch.call import Call, Rule, Strategy
@@ -154,3 +155,14 @@ def test_plugins_register_rules_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(TypeError, match="a Python function that torch cannot dispatch; decorate it"):
         registry.register(custom, rowwise)
+
+    def handing_over(x: Tensor) -> Tensor:
+        if has_torch_function((x,)):
+            return handle_torch_function(handing_over, (x,), x)  # type: ignore[no-any-return]
+        assert type(x) is Tensor
+        return torch.cumsum(x, 1)
+
+    registry.register(handing_over, rowwise)
+    with pytest.raises(ValueError, match="has a sharding rule already"):
+        registry.register(handing_over, rowwise)
+    assert _register.rule_of(handing_over).rule is rowwise

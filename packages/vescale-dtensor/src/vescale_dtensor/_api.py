@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ._comm.move import run_plan
 from ._comm.plan import plan
+from ._deferred import deferred_local, is_deferred, require_outside, whole_on
+from ._irregular import Ragged, cut_dims_of, is_cut
 from ._mesh import MeshInfo, mesh_info
 from ._order import in_order
 from ._spec import Spec, replicated, spec_of
@@ -31,7 +34,8 @@ def distribute_tensor(
     """Distribute a tensor that every rank holds in full; returns a leaf, a Parameter for a Parameter.
 
     Args:
-        tensor: the whole tensor, the same on every rank. A leaf; its `requires_grad` is kept.
+        tensor: the whole tensor, the same on every rank. A leaf; its `requires_grad` is kept. Of one that
+            was made inside `deferred_init`, each rank makes its part.
         device_mesh: mesh, of which every rank must make this call.
         placements: one per mesh axis; default: `Replicate()` on all. With `Partial()` the first
             rank of the axis keeps the value and the others hold zero.
@@ -45,6 +49,7 @@ def distribute_tensor(
         ValueError: `tensor` is not a leaf, is on another kind of device than the mesh, or is a
             DTensor of another layout.
     """
+    require_outside("distribute_tensor")
     info = mesh_info(device_mesh)
     if isinstance(tensor, DTensor):
         wanted = tensor._spec.types if placements is None else _types(placements, info, tensor._spec.ndim)
@@ -61,12 +66,17 @@ def distribute_tensor(
             f"move it with tensor.to({info.device_type!r})"
         )
     types = (I,) * info.ndim if placements is None else _types(placements, info, tensor.ndim)
-    local = tensor.detach()
-    if src_data_rank is not None:
-        local = _broadcast(local, info, src_data_rank)
     source = replicated(info, tensor.shape)
-    local = run_plan(local, plan(source, types)) if types != source.types else local
-    local = local.clone() if local.data_ptr() == tensor.data_ptr() else local
+    deferred = is_deferred(tensor)
+    part = deferred_local(tensor, info, types) if deferred and src_data_rank is None else None
+    if part is None:
+        local = whole = whole_on(tensor, info) if deferred else tensor.detach()
+        if src_data_rank is not None:
+            local = _broadcast(local, info, src_data_rank)
+        local = run_plan(local, plan(source, types)) if types != source.types else local
+        shared = local.data_ptr() == whole.data_ptr() and not (deferred and local is whole)
+        part = local.clone() if shared else local
+    local = part
     local.requires_grad_(tensor.requires_grad)
     local.__class__ = DTensor
     local._spec = source.with_types(types)  # type: ignore[attr-defined]
@@ -105,15 +115,17 @@ def from_local(
         raise ValueError("local_tensor is a DTensor already; use redistribute(placements), or pass its to_local()")
     if local.device.type not in (info.device_type, "meta"):
         raise ValueError(f"local_tensor is on {local.device}, the mesh is of {info.device_type!r} devices")
-    types = _types(placements, info, local.ndim)
+    types = _types(placements, info, local.ndim if shape is None else len(shape))
     if shape is None:
         shape = _global_shape(local, info, types, run_check)
     spec = spec_of(info, tuple(shape), types)
+    if spec.irregular and local.numel() == math.prod(spec.local_shape):
+        local = local.reshape(spec.local_shape)  # a flat piece will do for a ragged shard
     if spec.local_shape != tuple(local.shape):
         raise ValueError(
             f"local_tensor has shape {list(local.shape)}, but rank {dist.get_rank()} at {info.coordinate} of {info!r} "
             f"holds {list(spec.local_shape)} of a tensor of shape {list(shape)} placed ({short(types)}); parts must be "
-            "cut as torch.chunk cuts: give every rank its chunk, or pass the true global `shape`"
+            "cut as the placements cut, `Shard` as torch.chunk: give every rank its part, or pass the true `shape`"
         )
     if run_check:
         _check_agreement(local, info, spec)
@@ -125,10 +137,8 @@ def from_local(
 def _global_shape(local: Tensor, info: MeshInfo, types: AxisTypes, ask: bool) -> list[int]:
     """Sizes of the whole: asked of all ranks where a dim may be uneven, else local size times number of parts."""
     shape = list(local.shape)
-    for axis in reversed(range(info.ndim)):
-        dim = types[axis]
-        if dim < 0:
-            continue
+    for axis in _inside_out(types):
+        (dim,) = cut_dims_of(types[axis])
         if ask and info.sizes[axis] > 1:
             sizes: list[Any] = [None] * info.sizes[axis]
             dist.all_gather_object(sizes, (shape, info.axis_name(axis)), group=info.group((axis,)))
@@ -136,6 +146,18 @@ def _global_shape(local: Tensor, info: MeshInfo, types: AxisTypes, ask: bool) ->
         else:
             shape[dim] *= info.sizes[axis]
     return shape
+
+
+def _inside_out(types: AxisTypes) -> list[int]:
+    """Axes that cut a dim, the last cut first."""
+    for t in types:
+        if isinstance(t, Ragged) and t.lead > 1:
+            raise ValueError(
+                f"from_local: a ragged shard has flattened dims {t.dims}, so that the local parts do not tell the "
+                "shape of the whole; pass the global `shape`"
+            )
+    axes = [a for a, t in enumerate(types) if is_cut(t)]
+    return sorted(axes, key=lambda a: (isinstance(types[a], Ragged), a), reverse=True)
 
 
 def _check_agreement(local: Tensor, info: MeshInfo, spec: Spec) -> None:

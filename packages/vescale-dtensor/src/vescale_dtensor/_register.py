@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._library.custom_ops import CustomOpDef
@@ -23,7 +23,45 @@ from .errors import UnsupportedOperationError
 _plugins_asked = False
 
 
-def register_op(fn: Any, rule: RuleFunction) -> Any:
+class _Known(NamedTuple):
+    """What is known of an operator that was registered."""
+
+    func: Any
+    """What runs on plain tensors."""
+    rule: RuleFunction
+    """Its rule, as given."""
+    inplace: bool
+    """Whether it changes its first argument."""
+
+
+_known: dict[Any, _Known] = {}
+"""By what users call."""
+
+
+def rule_of(fn: Any) -> _Known:
+    """What is registered for `fn`.
+
+    Raises:
+        ValueError: nothing is.
+    """
+    key = _key(fn)
+    if key not in _known:
+        raise ValueError(
+            f"fn = {function_name(fn)} has no rule that register_op was given; register it, or check the rule as it is "
+            "registered with register_op(fn, rule, verify=samples)"
+        )
+    return _known[key]
+
+
+def _key(fn: Any) -> Any:
+    if isinstance(fn, CustomOpDef):
+        return fn._opoverload.overloadpacket
+    if isinstance(fn, torch._ops.OpOverload) and fn not in _known:
+        return fn.overloadpacket
+    return fn
+
+
+def register_op(fn: Any, rule: RuleFunction, *, verify: Sequence[Any] | None = None) -> Any:
     """Add a sharding rule for a custom operator.
 
     A rule is a function `Call -> Rule | None` that reasons about one mesh axis: which placements of the
@@ -35,15 +73,20 @@ def register_op(fn: Any, rule: RuleFunction) -> Any:
         fn: what the user calls: a `torch.ops` operator or one of its overloads, an object made by
             `torch.library.custom_op`, `apply` of a `torch.autograd.Function`, a function of torch, or any
             Python function of tensors (a Triton wrapper).
+            A function that calls `torch.overrides.handle_torch_function` on itself, as functions of torch do,
+            stays as it is; of another one, torch knows nothing.
         rule: the sharding rule.
+        verify: sample calls; the rule is checked on them before it is registered, in this process and without
+            a mesh: see `verify_rule`.
 
     Returns:
-        What to call: `fn` itself, except for a Python function outside torch, which torch cannot dispatch:
-        there a wrapper, that must be used in place of `fn`.
+        What to call: `fn` itself, except for a Python function that does not hand its calls over: there a
+        wrapper, that must be used in place of `fn`.
 
     Raises:
         TypeError: `fn` is none of these.
         ValueError: it has a rule already, or it changes arguments other than the first.
+        RuleError: the rule is wrong on the samples of `verify`.
 
     >>> def rowwise(call):
     ...     return Rule([call.shape], [Strategy((0,), (0,))])
@@ -52,26 +95,42 @@ def register_op(fn: Any, rule: RuleFunction) -> Any:
     if not callable(rule):
         raise TypeError(f"rule must be a function Call -> Rule | None, got {type(rule).__name__}")
     if isinstance(fn, CustomOpDef):
-        _enter_overloads(fn._opoverload.overloadpacket, rule)
+        _enter_overloads(fn._opoverload.overloadpacket, rule, verify)
         return fn
     if isinstance(fn, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
-        _enter_overloads(fn, rule)
+        _enter_overloads(fn, rule, verify)
         return fn
     owner = getattr(fn, "__self__", None)
     if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
         if isinstance(owner.__dict__.get("apply"), staticmethod):
             raise ValueError(f"{owner.__name__}.apply has a rule already")
+        _verify(fn, rule, False, verify)
         wrapper = _dispatching(fn, rule, f"{owner.__name__}.apply")
         owner.apply = staticmethod(wrapper)  # type: ignore[method-assign]
         return wrapper
     if not callable(fn):
         raise TypeError(f"fn must be something that a user calls, got {type(fn).__name__}")
-    if (getattr(fn, "__module__", None) or "torch").split(".")[0] == "torch":
-        _enter(fn, keyed_handler(_on_plain_tensors(rule), gather_fallback))
+    if (getattr(fn, "__module__", None) or "torch").split(".")[0] == "torch" or _hands_over(fn):
+        _verify(fn, rule, False, verify)
+        _enter(fn, keyed_handler(on_plain_tensors(rule), gather_fallback))
+        _known[fn] = _Known(fn, rule, False)
         return fn
     if not isinstance(fn, types.FunctionType | functools.partial) and not hasattr(fn, "__call__"):  # noqa: B004
         raise TypeError(f"fn must be an operator or a function, got {type(fn).__name__}")
+    _verify(fn, rule, False, verify)
     return _dispatching(fn, rule, function_name(fn))
+
+
+def _hands_over(fn: Any) -> bool:
+    """Whether a Python function hands calls to `__torch_function__` itself, as functions of torch do."""
+    return isinstance(fn, types.FunctionType) and "handle_torch_function" in fn.__code__.co_names
+
+
+def _verify(func: Any, rule: RuleFunction, inplace: bool, samples: Sequence[Any] | None) -> None:
+    if samples is not None:
+        from ._verify import check_rule
+
+        check_rule(func, rule, inplace, samples)
 
 
 def _enter(func: Any, handler: Handler) -> None:
@@ -86,7 +145,7 @@ def _enter(func: Any, handler: Handler) -> None:
 _registered: set[Any] = set()
 
 
-def _enter_overloads(op: Any, rule: RuleFunction) -> None:
+def _enter_overloads(op: Any, rule: RuleFunction, samples: Sequence[Any] | None = None) -> None:
     packet = op.overloadpacket if isinstance(op, torch._ops.OpOverload) else op
     overloads = [getattr(packet, name) for name in packet.overloads()]
     if op is not packet and len(overloads) > 1:
@@ -104,15 +163,17 @@ def _enter_overloads(op: Any, rule: RuleFunction) -> None:
             f"an operator that changes nothing, or only its first "
             "argument. Wrap the call in local_map instead"
         )
+    _verify(op, rule, bool(changed), samples)
     if changed:
         handler = keyed_handler(rule, _refuse, inplace=True)
     else:
-        handler = keyed_handler(_on_plain_tensors(rule), gather_fallback)
+        handler = keyed_handler(on_plain_tensors(rule), gather_fallback)
     for target in targets:
         _enter(target, handler)
+        _known[target] = _Known(op, rule, bool(changed))
 
 
-def _on_plain_tensors(rule: RuleFunction) -> RuleFunction:
+def on_plain_tensors(rule: RuleFunction) -> RuleFunction:
     """Hand the operator aliases of its arguments that are plain tensors.
 
     What it saves for its backward then comes back plain, as the gradients there are. The arguments
@@ -154,7 +215,7 @@ def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _dispatching(fn: Callable[..., Any], rule: RuleFunction, name: str) -> Callable[..., Any]:
     """A function that goes by the rule where a DTensor is among its arguments."""
-    handler = keyed_handler(_on_plain_tensors(rule), gather_fallback)
+    handler = keyed_handler(on_plain_tensors(rule), gather_fallback)
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if torch._C._is_torch_function_enabled() and any(isinstance(t, DTensor) for t in tensors_in(args, kwargs)):
@@ -163,6 +224,7 @@ def _dispatching(fn: Callable[..., Any], rule: RuleFunction, name: str) -> Calla
 
     wrapper.__name__ = wrapper.__qualname__ = name
     wrapper.__doc__ = getattr(fn, "__doc__", None)
+    _known[wrapper] = _Known(fn, rule, False)
     return wrapper
 
 
@@ -174,7 +236,8 @@ class _Registry:
         if register_op(fn, rule) is not fn and not isinstance(getattr(fn, "__self__", None), type):
             raise TypeError(
                 f"{function_name(fn)} is a Python function that torch cannot dispatch; decorate it with "
-                "vescale_dtensor.register_op where it is defined, or make it a torch.library.custom_op"
+                "vescale_dtensor.register_op where it is defined, let it call torch.overrides.handle_torch_function, "
+                "or make it a torch.library.custom_op"
             )
 
 
