@@ -1,0 +1,1 @@
+"""Parts of static_eager.py."""
