@@ -11,7 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from vescale_dtensor import DTensor, Partial, Replicate, Shard, Varying, _random, distribute_tensor
+from vescale_dtensor import (
+    DTensor,
+    InterleavedShard,
+    Partial,
+    RaggedShard,
+    Replicate,
+    Shard,
+    Varying,
+    _random,
+    distribute_tensor,
+)
 from vescale_dtensor._dispatch.policy import implicit_communication
 from vescale_dtensor._mesh import mesh_info
 from vescale_dtensor._random import fill, mix, random_mode, set_random_mode
@@ -110,6 +120,27 @@ def test_whole_mode_equals_one_device(name: str, mesh_shape: tuple[int, ...]) ->
                 (want,) = torch.autograd.grad(expected, plain, seed)
                 (got,) = torch.autograd.grad(actual, ours, seed)
                 torch.testing.assert_close(got.full_tensor(), want, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.ranks(4, pool=True)
+@pytest.mark.parametrize("name", ["feature_dropout", "feature_alpha_dropout", "dropout"])
+def test_interleaved_parts_get_the_numbers_of_one_device(name: str) -> None:
+    """A mask per channel does not see how positions are cut."""
+    function = getattr(torch, name)
+    mesh = cached_mesh(4, names=("tp",))
+    value = torch.randn(4, 6, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for placement in (InterleavedShard(2, 3), InterleavedShard(1, 2), InterleavedShard(0, 2)):
+        torch.manual_seed(5)
+        expected = function(value, 0.4, True)
+        torch.manual_seed(5)
+        with random_mode("whole"):
+            actual = function(distribute_tensor(value, mesh, [placement]), 0.4, True)
+        assert actual.placements == (placement,)
+        assert torch.equal(actual.full_tensor(), expected)
+    ragged = distribute_tensor(value, mesh, [RaggedShard((0,), (1, 1, 1, 1))])
+    if name != "dropout":
+        with pytest.raises(UnsupportedOperationError, match="not cut by channels"):
+            function(ragged, 0.4, True)
 
 
 def _everywhere(local: torch.Tensor) -> list[torch.Tensor]:

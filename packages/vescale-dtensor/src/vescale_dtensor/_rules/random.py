@@ -24,7 +24,7 @@ from .._dispatch.copies import before_write
 from .._dispatch.engine import Handler, label_one, out_variant, tag, tensors_in
 from .._dispatch.fallback import enter, gather_fallback, write_back
 from .._dispatch.table import spellings
-from .._irregular import is_cut
+from .._irregular import Ragged, cut_dims_of, is_cut
 from .._order import keep_order, loses_order
 from .._spec import Spec, spec_of
 from .._tensor import TABLE, DTensor
@@ -108,12 +108,14 @@ def _feature_spec(spec: Spec) -> Spec:
     """Layout of a mask that is the same for all positions of a channel."""
     if spec.ndim < 2:
         raise RuntimeError("Feature dropout requires at least 2 dimensions in the input")
-    if spec.irregular:
+    if any(isinstance(t, Ragged) for t in spec.types):
         raise UnsupportedOperationError(
-            f"feature dropout draws one number per channel, but {spec!r} is not cut in blocks; "
+            f"feature dropout draws one number per channel, but {spec!r} is not cut by channels; "
             "redistribute it to Shard(dim) or Replicate() first"
         )
-    return spec_of(spec.mesh, (*spec.shape[:2], *(1,) * (spec.ndim - 2)), tuple(t if t < 2 else I for t in spec.types))
+    # Cuts of the positions are none of the mask.
+    types = tuple(t if all(dim < 2 for dim in cut_dims_of(t)) else I for t in spec.types)
+    return spec_of(spec.mesh, (*spec.shape[:2], *(1,) * (spec.ndim - 2)), types)
 
 
 def _noise(x: Tensor, spec: Spec, p: float) -> Tensor:
