@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("vescale_dtensor")
 
-from vescale_dtensor import DTensor, distribute_tensor
+from vescale_dtensor import DTensor, InterleavedShard, distribute_tensor
 from vescale_dtensor._dispatch.policy import implicit_communication
 from vescale_testing import cached_mesh
 from vescale_testing.oracle import all_codes, placements
@@ -135,6 +135,8 @@ def _codes(ndim: int, axes: int, every: int) -> Iterator[str]:
 
 
 def _window(whole: Tensor, x: DTensor) -> Tensor:
+    if any(isinstance(placement, InterleavedShard) for placement in x.placements):
+        return distribute_tensor(whole, x.device_mesh, x.placements).to_local()
     for dim, (offset, size) in enumerate(zip(x.local_offset, x.local_shape, strict=True)):
         whole = whole.narrow(dim, offset, size)
     return whole
