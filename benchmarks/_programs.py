@@ -66,18 +66,18 @@ class HandParallelBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return a tensor of the shape of `x`."""
         batch, length, _ = x.shape
-        z = _Copy.apply(self.n1(x), self.group)
+        z = Copy.apply(self.n1(x), self.group)
         q, k, v = (
             p(z).view(batch, length, self.heads, WIDTH // HEADS).transpose(1, 2) for p in (self.q, self.k, self.v)
         )
         y = self.attention(q, k, v).transpose(1, 2).contiguous().view(batch, length, -1)
-        x = x + _Reduce.apply(F.linear(y, self.o.weight), self.group) + self.o.bias
-        z = _Copy.apply(self.n2(x), self.group)
+        x = x + Reduce.apply(F.linear(y, self.o.weight), self.group) + self.o.bias
+        z = Copy.apply(self.n2(x), self.group)
         y = F.linear(F.gelu(self.up(z)), self.down.weight)
-        return x + _Reduce.apply(y, self.group) + self.down.bias
+        return x + Reduce.apply(y, self.group) + self.down.bias
 
 
-class _Copy(torch.autograd.Function):
+class Copy(torch.autograd.Function):
     """Identity whose gradient is summed over the group (Megatron's f)."""
 
     @staticmethod
@@ -92,7 +92,7 @@ class _Copy(torch.autograd.Function):
         return grad, None
 
 
-class _Reduce(torch.autograd.Function):
+class Reduce(torch.autograd.Function):
     """Sum over the group whose gradient is passed on (Megatron's g)."""
 
     @staticmethod

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor as torch_tensor
 import torch.nn.functional as F
+from _programs import Copy, Reduce
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -164,35 +165,6 @@ class HandGPT(nn.Module):
                     part = part.chunk(ranks, placements["tp"].dim)[rank]
             own.data.copy_(part)
         return self
-
-
-class Copy(torch.autograd.Function):
-    """Identity whose gradient is summed over the group (Megatron's f)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        grad = grad.clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
-
-
-class Reduce(torch.autograd.Function):
-    """Sum over the group whose gradient is passed on (Megatron's g)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        x = x.clone()
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
 
 
 def sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
