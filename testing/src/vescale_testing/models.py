@@ -6,6 +6,7 @@ imported when one of them is made.
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -98,10 +99,9 @@ def examples() -> dict[str, Example]:
 def _transformers(model: str, **settings: Any) -> nn.Module:
     """A model of transformers by the name of its class, with random weights."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    import transformers
-
-    model_class = getattr(transformers, model)
-    return model_class(model_class.config_class(**settings))  # type: ignore[no-any-return]
+    model_class = getattr(importlib.import_module("transformers"), model)
+    made: nn.Module = model_class(model_class.config_class(**settings))
+    return made
 
 
 def _decoder(size: Size) -> dict[str, Any]:
