@@ -29,10 +29,10 @@ class Progress:
         """Post the messages of a collective that has not begun.
 
         Args:
-            run: the collective; its `wait` is released when the last messages that are posted here are under way.
+            run: the collective, made with `begin=False`; its `wait` is released when the last messages that are posted
+                here are under way.
             follow: whether messages come after the first ones.
         """
-        run.hand_over()
         # Tensors that were made in inference mode can be written in that mode only, which each thread has for itself.
         inference = torch.is_inference_mode_enabled()
         self._poster.do(lambda: self._begin(run, follow, inference))

@@ -69,7 +69,8 @@ class Running:
             explain: makes the error to raise from the message that failed, if it was one, and what happened.
             before: collectives that were started before and are to be finished before, for another rank may wait for
                 the next messages of those, while it does not wait for this one yet.
-            begin: whether it runs now; else somebody is to call `begin`, from any thread.
+            begin: whether it runs now; else somebody is to call `begin`, from any thread, and `wait` waits for
+                `release`.
         """
         self._before = before
         self._steps: Steps | None = steps
@@ -77,13 +78,9 @@ class Running:
         self._lock = threading.Lock()
         self._error: TransportError | None = None
         self._messages: Sequence[Message] = ()
-        self._released: threading.Event | None = None
+        self._released = None if begin else threading.Event()
         if begin:
             self._advance()
-
-    def hand_over(self) -> None:
-        """Have `wait` wait until `release` is called: another thread begins it."""
-        self._released = threading.Event()
 
     def begin(self) -> None:
         """Run up to the first messages; a failure, of whatever kind, is told in `wait`."""
