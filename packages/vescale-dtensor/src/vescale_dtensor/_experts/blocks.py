@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,26 +21,12 @@ from .._tensor import DTensor, make
 from ..errors import PlanError, UnsupportedOperationError
 from ..placements import Placement, RaggedShard
 from .lists import ListState, owner_of, run_block
+from .subclass import give_forward
 
 
-class _TravellingBlock(nn.Module):
-    """Mixin: the forward of a block whose listed experts live on several ranks."""
+def _forward_of(base: type[nn.Module]) -> Callable[..., Any]:
+    """The forward of a block whose listed experts live on several ranks."""
 
-    _vescale_block: ListState
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _revive, (type(self).__mro__[2],), self.__dict__.copy()
-
-
-_classes: dict[type, type[nn.Module]] = {}
-
-
-def _travelling(base: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of a block's class in which tokens travel."""
-    if base in _classes:
-        return _classes[base]
-
-    @functools.wraps(base.forward)
     def forward(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         own = functools.partial(base.forward, self)
         placed = next((p for p in self.parameters() if isinstance(p, DTensor)), None)
@@ -56,14 +42,7 @@ def _travelling(base: type[nn.Module]) -> type[nn.Module]:
             x = make(x, replicated(placed._spec.mesh, x.shape))
         return run_block(self, self._vescale_block, own, x, args, kwargs)
 
-    body = {"forward": forward, "__module__": base.__module__, "__doc__": base.__doc__, "__qualname__": base.__name__}
-    _classes[base] = type(base.__name__, (_TravellingBlock, base), body)
-    return _classes[base]
-
-
-def _revive(base: type[nn.Module]) -> nn.Module:
-    cls = _travelling(base)
-    return cls.__new__(cls)
+    return forward
 
 
 def listed_experts(module: nn.Module) -> tuple[str, int] | None:
@@ -73,7 +52,7 @@ def listed_experts(module: nn.Module) -> tuple[str, int] | None:
     column for each of them, the router.
     """
     lists = [(n, m) for n, m in module._modules.items() if isinstance(m, nn.ModuleList) and len(m) > 1]
-    if len(lists) != 1 or isinstance(module, _TravellingBlock):
+    if len(lists) != 1 or "_vescale_block" in module.__dict__:
         return None
     name, experts = lists[0]
     kinds = {(type(e), tuple((n, p.shape) for n, p in e.named_parameters())) for e in experts}
@@ -107,6 +86,6 @@ def place_block(name: str, block: nn.Module, axes: Sequence[str], mesh: DeviceMe
             if not p.ndim:
                 raise PlanError(f"expert parameter {full!r} is a single number, which cannot lie on one rank alone")
             plan[re.escape(full)] = placed
-    block.__class__ = _travelling(type(block))
+    give_forward(block, _forward_of)
     block.__dict__["_vescale_block"] = ListState(child, count, tuple(names))
     return plan

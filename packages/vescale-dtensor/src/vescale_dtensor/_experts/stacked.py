@@ -24,6 +24,7 @@ from .._tensor import DTensor, make
 from ..errors import DTensorError, UnsupportedOperationError
 from .arrangement import Arrangement, Inside, arrange
 from .forward import run_experts
+from .subclass import give_forward
 
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "n_experts")
 """Attributes in which expert modules keep the number of experts."""
@@ -135,24 +136,9 @@ def _inside(local: Tensor, spec: Spec, types: tuple[int, ...], inside: Inside) -
 # ------------------------------------------------------------------ the class of a module
 
 
-class _Travelling(nn.Module):
-    """Mixin: the forward of an expert module whose experts live on several ranks."""
+def _forward_of(base: type[nn.Module]) -> Callable[..., Any]:
+    """The forward of an expert module whose experts live on several ranks."""
 
-    _vescale_experts: State
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _revive, (type(self).__mro__[2],), self.__dict__.copy()
-
-
-_classes: dict[type, type[nn.Module]] = {}
-
-
-def _travelling(base: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of an expert module's class in which tokens travel."""
-    if base in _classes:
-        return _classes[base]
-
-    @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         own = functools.partial(base.forward, self)
         bank = StackedBank(self, own, self._vescale_experts)
@@ -162,9 +148,7 @@ def _travelling(base: type[nn.Module]) -> type[nn.Module]:
         x, chosen, weights = (_whole(a, mesh) for a in _three(base, args, kwargs))
         return run_experts(bank, x, *((weights, chosen) if chosen.is_floating_point() else (chosen, weights)))
 
-    body = {"forward": forward, "__module__": base.__module__, "__doc__": base.__doc__, "__qualname__": base.__name__}
-    _classes[base] = type(base.__name__, (_Travelling, base), body)
-    return _classes[base]
+    return forward
 
 
 def _three(base: type[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
@@ -193,16 +177,11 @@ def _whole(value: Any, mesh: MeshInfo) -> DTensor:
     return make(value, replicated(mesh, value.shape))
 
 
-def _revive(base: type[nn.Module]) -> nn.Module:
-    cls = _travelling(base)
-    return cls.__new__(cls)
-
-
 def stacked_experts(module: nn.Module) -> int | None:
     """Number of experts that a module keeps in stacked parameters; None if it is no such module."""
     own = [p for p in module._parameters.values() if p is not None]
     lengths = {p.shape[0] for p in own if p.ndim > 1}
-    if len(lengths) != 1 or not any(p.ndim > 2 for p in own) or isinstance(module, _Travelling):
+    if len(lengths) != 1 or not any(p.ndim > 2 for p in own) or "_vescale_experts" in module.__dict__:
         return None
     try:
         given = inspect.signature(module.forward).parameters.values()
@@ -214,7 +193,7 @@ def stacked_experts(module: nn.Module) -> int | None:
 
 def let_travel(module: nn.Module, num_experts: int) -> None:
     """Make the forward of an expert module send tokens to where its experts live."""
-    module.__class__ = _travelling(type(module))
+    give_forward(module, _forward_of)
     module.__dict__["_vescale_experts"] = State(num_experts)
     module.register_state_dict_pre_hook(_refuse)  # type: ignore[no-untyped-call]
     module.register_load_state_dict_pre_hook(_refuse)  # type: ignore[no-untyped-call]
