@@ -127,3 +127,14 @@ def test_reasons_name_the_line() -> None:
         StaticWarning, match=rf"reads runs dynamically: __float__ hands a value .*:{reads.__code__.co_firstlineno + 1}"
     ):
         static(reads)(torch.ones(2))
+
+
+def test_a_function_without_a_tensor_for_a_result_stays_dynamic() -> None:
+    seen = torch.zeros(2)
+    fixed = static(lambda x: x.add_(1) is None)
+    with pytest.warns(StaticWarning, match="returns no tensor"):
+        assert fixed(seen) is False
+    for _ in range(3):
+        assert fixed(seen) is False
+    assert seen.tolist() == [4.0, 4.0]
+    assert "def program" not in fixed.static_code()

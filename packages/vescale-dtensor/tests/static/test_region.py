@@ -225,6 +225,12 @@ def refused(function: Callable[..., Any], *args: Any, modules: Any = (), calls: 
 SEEN: list[Any] = []
 
 
+def goes_back(x: Tensor) -> Tensor:
+    y = x.detach().requires_grad_()
+    (y * y).sum().backward()
+    return y.grad
+
+
 def differentiates(x: Tensor) -> Tensor:
     y = x.detach().requires_grad_()
     return torch.autograd.grad((y * y).sum(), [y])[0]
@@ -251,6 +257,7 @@ def test_what_cannot_be_repeated_blindly_stays_dynamic() -> None:
     assert "two calls did different things: 't0 = mul(x0, 0)" in refused(lambda x: x * (next(count) // 2), x)
     assert "it has an argument of type object" in refused(lambda x, y: x + 1, x, object(), calls=1)
     assert "grad runs autograd" in refused(differentiates, x)
+    assert "backward runs autograd" in refused(goes_back, x)
 
     class Saves(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -45,8 +45,8 @@ class Program:
     """Takes parameters, then inputs; returns a tuple of tensors."""
     source: str
     """Its Python."""
-    results: list[tuple[int, Spec | None]]
-    """Per tensor of the result, its place in the tuple, and its spec; None for a plain tensor."""
+    specs: list[Spec | None]
+    """Of the tensors of the result; None for a plain one."""
     switches: bool
     """Whether it switches gradients on or off."""
 
@@ -165,18 +165,14 @@ def write(recorder: Recorder, inputs: Sequence[Tensor], held: Sequence[Tensor], 
     if gradients != first:
         writer.add(f"switch_gradients({first})")
     switches = any(text.startswith("switch") for text, _, _ in writer.lines)
-    returned: list[str] = []
-    outs = []
-    for tensor in results:
-        name = writer.tensor(tensor)
-        outs.append((len(returned), tensor._spec if isinstance(tensor, DTensor) else None))
-        returned.append(name)
+    returned = [writer.tensor(tensor) for tensor in results]
+    specs = [tensor._spec if isinstance(tensor, DTensor) else None for tensor in results]
     signature = [f"p{n}" for n in range(len(held))] + [f"x{n}" for n in range(len(inputs))]
     body = _with_deletes(writer.lines, returned)
     source = "\n    ".join(
         [f"def program({', '.join(signature)}):", *body, f"return ({''.join(f'{r}, ' for r in returned)})"]
     )
-    return Program(_compiled(source, writer), source, outs, switches)
+    return Program(_compiled(source, writer), source, specs, switches)
 
 
 def _needed(recorder: Recorder, results: Sequence[Tensor]) -> list[Op]:

@@ -34,11 +34,10 @@ HOST_READS = frozenset(
     "is_nonzero equal allclose data_ptr".split()
 )
 """Functions that hand values, or where they lie, to Python."""
-DATA_SHAPES = frozenset(
-    "nonzero argwhere masked_select unique unique_consecutive _unique2 unique_dim count_nonzero_dims".split()
-)
+DATA_SHAPES = frozenset("nonzero argwhere masked_select unique unique_consecutive _unique2 unique_dim".split())
 """Functions whose results have a shape that depends on data."""
-ENGINE = frozenset("backward grad autograd_grad".split())
+ENGINE = frozenset([Tensor.backward, torch.autograd.backward, torch.autograd.grad])
+"""Functions that run autograd, whose hooks must not run with dispatch off."""
 UNSEEN = frozenset("_set_grad_enabled set_grad_enabled __hash__ is_floating_point is_complex dim __repr__".split())
 """Functions that leave no trace in a program."""
 WRITES = frozenset("__setitem__ __set__ register_hook retain_grad register_post_accumulate_grad_hook".split())
@@ -131,11 +130,11 @@ class Recorder(TorchFunctionMode):
             self.refuse(f"{name} hands a value of a tensor to Python")
         elif name in DATA_SHAPES or (name == "where" and len(args) == 1):
             self.refuse(f"the shape of what {name} returns depends on data")
-        elif name in ("__getitem__", "__setitem__") and _has_mask(args[1]) and name == "__getitem__":
+        elif name == "__getitem__" and _has_mask(args[1]):
             self.refuse("the shape of what a boolean index returns depends on data")
         elif name == "repeat_interleave" and any(isinstance(a, Tensor) for a in args[1:]):
             self.refuse("the shape of what repeat_interleave returns depends on data")
-        elif name in ENGINE and "autograd" in str(getattr(func, "__module__", "")) + str(name):
+        elif func in ENGINE:
             self.refuse(f"{name} runs autograd")
 
     # -- what no mode sees
@@ -212,7 +211,7 @@ class Recorder(TorchFunctionMode):
                 return
         if _autocast() != self._autocast:
             self.refuse("autocast is switched inside")
-        if _saved_hooks(True) is not self._hooks and _saved_hooks(True) != self._hooks:
+        if _saved_hooks(True) != self._hooks:
             self.refuse("saved tensors have hooks inside, as of a checkpoint: make the module inside of it static")
         self.ops.append(Op(function, _copied(args), _copied(kwargs), result, torch.is_grad_enabled(), keeps))
         for tensor in tensors_of(result):

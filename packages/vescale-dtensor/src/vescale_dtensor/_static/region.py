@@ -104,8 +104,9 @@ class Region:
     def _record(
         self, record: _Record, args: Any, kwargs: dict[str, Any], held: list[Tensor], inputs: list[Tensor]
     ) -> Any:
-        if self._held.hooked is not None:
-            record.reason = f"{self._held.hooked} inside has hooks, which a program would not call"
+        hooked = self._held.hooked
+        if hooked is not None:
+            record.reason = f"{hooked} inside has hooks, which a program would not call"
             self._say(record.reason)
             return self.function(*args, **kwargs)
         before = [dict(m.__dict__) for m in self._held.modules]
@@ -144,6 +145,8 @@ class Region:
             if changed:
                 raise Unwritable(f"{type(module).__name__}.{changed[0]} is assigned to")
         leaves, tree = tree_flatten(result)
+        if not any(isinstance(leaf, Tensor) for leaf in leaves):
+            raise Unwritable("it returns no tensor")
         for leaf in leaves:
             if not isinstance(leaf, Tensor) and type(leaf) not in _PLAIN:
                 raise Unwritable(f"it returns a {type(leaf).__name__}")
@@ -154,9 +157,6 @@ class Region:
         if program.source != record.source:
             raise Unwritable(f"two calls did different things: {_difference(record.source, program.source)}")
         record.program, record.tree = program, tree
-        record.leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        if all(not isinstance(leaf, Tensor) for leaf in leaves):
-            raise Unwritable("it returns no tensor")
         record.leaves = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     def _say(self, reason: str) -> None:
@@ -205,10 +205,9 @@ def _run(record: _Record, held: list[Tensor], inputs: list[Tensor]) -> Any:
         finally:
             if program.switches:
                 torch._C._set_grad_enabled(before)
-        labelled = [made[place] if spec is None else _labelled(made[place], spec) for place, spec in program.results]
-    if len(labelled) == 1 and len(leaves) == 1:
-        tensors: Any = labelled
-        return tensors[0] if record.tree.is_leaf() else tree_unflatten(tensors, record.tree)
+        labelled = [t if spec is None else _labelled(t, spec) for t, spec in zip(made, program.specs, strict=True)]
+    if record.tree.is_leaf():
+        return labelled[0]
     rest = iter(labelled)
     return tree_unflatten([next(rest) if leaf is _TENSOR else leaf for leaf in leaves], record.tree)
 
