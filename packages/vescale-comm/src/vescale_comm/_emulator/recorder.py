@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .._objects import gather_objects
 from .world import PLACE
 
 __all__ = ["Event", "Recording", "begin", "end", "pushed", "record"]
@@ -100,9 +101,7 @@ class Recording:
         Args:
             group: whose ranks; None: the default group.
         """
-        found: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(found, self, group)
-        return found
+        return gather_objects(self, group)
 
     def begin(
         self, op: str, detail: str, group: Sequence[int], inputs: Sequence[Tensor], peer: int = -1, places: Any = None

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from .._objects import gather_objects
 from .._plan import Blocks, BufferPlan, TensorSpec, granularity, plan_parts
 from .._plan.blocks import rules_for
 from .._transport import Transport, transport
@@ -131,8 +131,7 @@ def check_same(planned: Sequence[PlannedUnit], options: Options, groups: Groups,
 
 
 def _raise_difference(lines: list[str], group: ProcessGroup) -> None:
-    every: list[list[str]] = [[] for _ in range(group.size())]
-    dist.all_gather_object(every, lines, group=group)
+    every: list[list[str]] = gather_objects(lines, group)
     for rank, others in enumerate(every):
         for place in range(max(len(others), len(every[0]))):
             first, other = (told[place] if place < len(told) else "nothing more" for told in (every[0], others))

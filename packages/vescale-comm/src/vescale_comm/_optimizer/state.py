@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._objects import gather_objects
 from .._shards import Box, ShardTensor, Whole, run_boxes
 from ..errors import CommError, MismatchError
 from .inner import Inner
@@ -228,8 +229,7 @@ def whole_states(
         }
         for name, values in own.items()
     }
-    every: list[Any] = [None] * group.size()
-    dist.all_gather_object(every, parts, group=group)
+    every = gather_objects(parts, group)
     found: dict[str, dict[str, Any]] = {}
     for name in names:
         held = [one[name] for one in every if name in one]
