@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._comm.move import run_plan
+from ._comm.objects import gather_objects
 from ._comm.plan import plan
 from ._deferred import deferred_local, is_deferred, require_outside, whole_on
 from ._irregular import Ragged, cut_dims_of, is_cut
@@ -140,9 +140,8 @@ def _global_shape(local: Tensor, info: MeshInfo, types: AxisTypes, ask: bool) ->
     for axis in _inside_out(types):
         (dim,) = cut_dims_of(types[axis])
         if ask and info.sizes[axis] > 1:
-            sizes: list[Any] = [None] * info.sizes[axis]
-            dist.all_gather_object(sizes, (shape, info.axis_name(axis)), group=info.group((axis,)))
-            shape[dim] = sum(s[0][dim] for s in sizes)
+            sizes = gather_objects(shape, info.group((axis,)), info.device_type)
+            shape[dim] = sum(s[dim] for s in sizes)
         else:
             shape[dim] *= info.sizes[axis]
     return shape
@@ -162,8 +161,7 @@ def _inside_out(types: AxisTypes) -> list[int]:
 
 def _check_agreement(local: Tensor, info: MeshInfo, spec: Spec) -> None:
     mine = (tuple(spec.shape), spec.types, local.dtype)
-    said: list[Any] = [None] * info.size
-    dist.all_gather_object(said, mine, group=info.group(tuple(range(info.ndim))))
+    said = gather_objects(mine, info.group(tuple(range(info.ndim))), info.device_type)
     if any(s != mine for s in said):
         lines = "; ".join(
             f"{c}: shape {list(s[0])}, placements ({short(s[1])}), {s[2]}"

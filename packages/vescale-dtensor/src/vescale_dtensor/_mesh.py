@@ -82,11 +82,11 @@ class MeshInfo:
         """Mesh coordinates of the ranks that share all of this rank's other coordinates, in group order."""
         found = self._members.get(axes)
         if found is None:
-            at = self._ranks_over(axes)
+            at = self.ranks_over(axes)
             found = self._members[axes] = tuple(at[r] for r in dist.get_process_group_ranks(self.group(axes)))
         return found
 
-    def _ranks_over(self, axes: Axes) -> dict[int, tuple[int, ...]]:
+    def ranks_over(self, axes: Axes) -> dict[int, tuple[int, ...]]:
         """Coordinates by rank; a mesh may list its ranks in any order, a group sorts them."""
         ranges = [range(self.sizes[a]) if a in axes else (self.coordinate[a],) for a in range(self.ndim)]
         return {int(self.device_mesh.mesh[c]): c for c in itertools.product(*ranges)}
@@ -102,7 +102,7 @@ class MeshInfo:
     def _make_group(self, axes: Axes) -> dist.ProcessGroup:
         if len(axes) == 1:
             return self.device_mesh.get_group(axes[0])
-        ranks = sorted(self._ranks_over(axes))
+        ranks = sorted(self.ranks_over(axes))
         if len(ranks) == dist.get_world_size() and self.world is not None:
             return self.world
         name = "x".join(self.axis_name(a) for a in axes)
@@ -127,6 +127,11 @@ def _compare_plugins(mesh: MeshInfo, group: dist.ProcessGroup, axes: Axes) -> No
 
 
 _known: dict[DeviceMesh, MeshInfo] = {}
+
+
+def any_mesh() -> bool:
+    """Whether this process has used a mesh, without which there are no DTensors."""
+    return bool(_known)
 
 
 def mesh_info(device_mesh: DeviceMesh) -> MeshInfo:

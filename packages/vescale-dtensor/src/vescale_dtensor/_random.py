@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import _hooks
+from ._bytes import bytes_of
 from ._irregular import is_cut
 from ._mesh import MeshInfo
 from ._order import agreed_stride, ranks_may_differ
@@ -144,7 +145,7 @@ def fill(
     Returns:
         `local`.
     """
-    if slot.recorder is not None:
+    if slot.active and slot.recorder is not None:
         slot.recorder.atomic(fill, (op, local, spec, args, kwargs or {}), {"contiguous": contiguous}, writes=True)
         return local
     return _run(_fill, (), (op, local, spec, args, kwargs or {}, contiguous), {})  # type: ignore[no-any-return]
@@ -177,7 +178,7 @@ def _fill(
 
 def keep_mask(noise: Tensor, spec: Spec, p: float) -> Tensor:
     """`fill("dropout", noise, spec, (p,))` with dispatch off, by the shortest way."""
-    if slot.recorder is not None:
+    if slot.active and slot.recorder is not None:
         slot.recorder.atomic(keep_mask, (noise, spec, p), {}, writes=True)
         return noise
     if state.mode == "shard":
@@ -415,5 +416,5 @@ def hash_state(generator: torch.Generator) -> int:
     """63 bits that stand for a generator's state."""
     import hashlib
 
-    digest = hashlib.blake2b(generator.get_state().numpy().tobytes(), digest_size=8).digest()
+    digest = hashlib.blake2b(bytes_of(generator.get_state()), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

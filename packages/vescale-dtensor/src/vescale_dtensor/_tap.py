@@ -1,10 +1,12 @@
 """The slot of a recorder: functions that no torch-function mode sees tell it what they do.
 
-Collectives, custom autograd functions and draws do not dispatch. Each asks here first, at the price of one attribute.
+Collectives, custom autograd functions and draws do not dispatch. Each asks here first, at the price of one attribute
+(`slot.active`) as long as no thread records.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -42,12 +44,35 @@ class Recorder(Protocol):
 
 
 class Slot:
-    """Who records now."""
+    """Who records now, in each thread."""
 
-    __slots__ = ("recorder",)
+    __slots__ = ("_lock", "_threads", "active")
 
     def __init__(self) -> None:
-        self.recorder: Recorder | None = None
+        self.active = 0
+        """How many threads record; where none does, nobody need look for the own one."""
+        self._lock, self._threads = threading.Lock(), threading.local()
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """Who records in this thread; None: nobody, or not now."""
+        return getattr(self._threads, "recorder", None)
+
+    @recorder.setter
+    def recorder(self, recorder: Recorder | None) -> None:
+        self._threads.recorder = recorder
+
+    def begin(self, recorder: Recorder) -> None:
+        """Let what happens in this thread be recorded."""
+        with self._lock:
+            self.active += 1
+        self.recorder = recorder
+
+    def end(self) -> None:
+        """Record no longer in this thread."""
+        self.recorder = None
+        with self._lock:
+            self.active -= 1
 
 
 slot = Slot()
@@ -56,7 +81,7 @@ slot = Slot()
 def alias(x: Tensor) -> Tensor:
     """Return a second, plain object for the local part of a tensor, connected to its graph."""
     y: Tensor = _run(Tensor.as_subclass, (), (x, Tensor), {})
-    if slot.recorder is not None:
+    if slot.active and slot.recorder is not None:
         slot.recorder.alias(y, x)
     return y
 

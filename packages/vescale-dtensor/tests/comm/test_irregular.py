@@ -124,6 +124,13 @@ def test_collectives(source: str, target: str, expected: list[str]) -> None:
 
 
 @pytest.mark.ranks(4, pool=True)
+def test_axes_of_one_rank_move_nothing() -> None:
+    """What changes along them only changes the shape of the local part."""
+    for source, target in [("S0 S0", "G2/1 S0"), ("G1/3 S1", "S1 S1"), ("G2/1 G2/1.0.2.1", "I G2/1.0.2.1")]:
+        assert _check((4, 8), (1, 4), source, target) == [], (source, target)
+
+
+@pytest.mark.ranks(4, pool=True)
 def test_types_that_the_backend_cannot_send() -> None:
     mesh = cached_mesh(4)
     for dtype in (torch.int16, torch.bool, torch.uint8, torch.bfloat16, torch.complex64, torch.int64):

@@ -20,9 +20,10 @@ from vescale_dtensor import (
     zeros,
 )
 from vescale_dtensor._deferred import deferred_init, deferred_local, is_deferred
+from vescale_dtensor._irregular import ragged
 from vescale_dtensor._mesh import mesh_info
 from vescale_dtensor.errors import UnsupportedOperationError
-from vescale_dtensor.placements import InterleavedShard
+from vescale_dtensor.placements import I, InterleavedShard
 from vescale_testing import cached_mesh
 from vescale_testing.oracle import placements
 
@@ -59,6 +60,7 @@ MAKES: dict[str, Callable[[], Tensor]] = {
     "normal": lambda: nn.init.normal_(torch.empty(8, 6), 1.0, 0.5),
     "uneven": lambda: nn.init.kaiming_uniform_(torch.empty(5, 7)),
     "short": lambda: nn.init.normal_(torch.empty(2, 3)),
+    "single": lambda: nn.init.trunc_normal_(torch.empty(1, 1, 6)),
     "factory": lambda: torch.randn(8, 6) * 0.02 + torch.ones(6),
     "rand": lambda: (torch.rand(9, 4) - 0.5).mul_(2),
     "randint": lambda: torch.randint(3, 90, (7, 5)).float(),
@@ -89,7 +91,7 @@ def _written(write: Callable[[Tensor], Any]) -> Tensor:
 
 
 @RANKS
-@pytest.mark.parametrize("codes", ["S0 I", "S1 S0", "S0 S0", "I R"])
+@pytest.mark.parametrize("codes", ["S0 I", "S1 S0", "S0 S0", "I R", "G1/1.2 S1", "I G2/0.1"])
 def test_parts_have_the_bits_of_one_device(codes: str) -> None:
     mesh = cached_mesh(2, 2, names=("dp", "tp"))
     with random_mode(MODE):
@@ -117,6 +119,9 @@ def test_what_is_made_by_parts() -> None:
                 x = make()
             if deferred_local(x, info, (0, -2)) is None:
                 not_by_parts.add(name)
+            if x.ndim == 2:
+                cut = ragged(2, (1, 2)), I
+                assert (deferred_local(x, info, cut) is None) == (name in not_by_parts | {"padding", "columns", "row"})
     assert not_by_parts == {"transposed", "channels", "drawn row", "steps", "eye"}
 
 
@@ -196,9 +201,10 @@ def test_a_module_trains_as_on_one_device() -> None:
 
 
 @RANKS
-def test_ranks_hold_little_more_than_their_shards() -> None:
+@pytest.mark.parametrize("code", ["S0", "G1/1.1.1.1"])
+def test_ranks_hold_little_more_than_their_shards(code: str) -> None:
     mesh = cached_mesh(4)
-    plan = {"parameter": {".*(weight|bias)": [Shard(0)], ".*scale": [Shard(0)]}}
+    plan = {"parameter": {".*(weight|bias|scale)": placements(code)}}
 
     def make() -> nn.Module:
         with deferred_init():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from collections.abc import Callable
@@ -10,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from vescale_dtensor import _random, random_mode
-from vescale_dtensor._deferred import deferred_init, is_deferred, materialize, reads
+from vescale_dtensor import Shard, _random, parallelize_module, random_mode
+from vescale_dtensor._deferred import deferred_init, fingerprint, is_deferred, materialize, reads
 from vescale_dtensor._deferred.tape import memory_of, needed
 from vescale_dtensor.errors import UnsupportedOperationError
+from vescale_testing import fake_ranks
 
 STREAM = pytest.mark.parametrize("mode", ["whole", "shard"])
 
@@ -205,3 +208,94 @@ def test_large_draws_are_judged_in_blocks(bounds: tuple[float, float], monkeypat
         x = construct()
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(materialize(x), expected)
+
+
+class Aliases(nn.Module):
+    """Parameters under other names that are no names of parameters, and parameters that share memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.__dict__["same"] = self.linear.weight
+        self.held = {"both": [self.linear.weight, self.linear.bias]}
+        self.rows = nn.Parameter(torch.randn(4, 4))
+        self.flat = nn.Parameter(self.rows.detach().view(-1))
+
+
+def test_what_is_one_thing_stays_one_thing() -> None:
+    with deferred_init():
+        model = Aliases()
+    materialize(model)
+    with torch.no_grad():
+        model.rows.fill_(3)
+    assert model.flat.tolist() == [3.0] * 16
+    for deferred in (False, True):
+        with deferred_init() if deferred else contextlib.nullcontext():
+            distributed = Aliases()
+        with fake_ranks(2, rank=0):
+            mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+            plan = {"parameter": {"linear.weight": {"tp": Shard(0)}}}
+            for m in (model, parallelize_module(distributed, mesh, plan)):
+                assert m.same is m.held["both"][0] is m.linear.weight
+                assert m.held["both"][1] is m.linear.bias
+
+
+def test_running_statistics_of_a_forward_inside() -> None:
+    """Batch norm changes them without saying so in its schema."""
+
+    def construct() -> nn.BatchNorm1d:
+        torch.manual_seed(2)
+        norm = nn.BatchNorm1d(3)
+        norm(torch.randn(4, 3))
+        return norm
+
+    with random_mode("whole"):
+        with deferred_init():
+            norm = construct()
+        materialize(norm)
+    for name, value in construct().state_dict().items():
+        assert torch.equal(norm.state_dict()[name], value), name
+
+
+def test_large_constants_are_what_they_were_and_told_apart() -> None:
+    numpy = pytest.importorskip("numpy")
+    array = numpy.zeros(1 << 21, dtype="float32")
+    prints = []
+    for number in (1, 2):
+        array[5] = number
+        with deferred_init():
+            x = torch.ones(1 << 21) + torch.from_numpy(array)
+        prints.append(fingerprint(x))
+    assert prints[0] != prints[1], "ranks with different constants would look the same"
+    assert materialize(x)[5] == 3
+    array[5] = 7  # behind torch's back: no version counter tells
+    with pytest.raises(RuntimeError, match="changed in place afterwards"):
+        materialize(x)
+
+
+def test_an_optimizer_made_too_early_is_told() -> None:
+    with deferred_init():
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.AdamW(model.parameters())
+    materialize(model)(torch.ones(2)).sum().backward()
+    with pytest.raises(UnsupportedOperationError, match="make optimizers afterwards"):
+        optimizer.step()
+
+
+def test_gradients_and_lazy_parameters() -> None:
+    with deferred_init():
+        linear, lazy = nn.Linear(2, 2), nn.LazyLinear(3)
+        linear(torch.ones(2)).sum().backward()
+    assert torch.equal(materialize(linear).weight.grad, torch.ones(2, 2))
+    assert materialize(lazy)(torch.ones(5)).shape == (3,)
+
+
+def test_what_would_not_follow_is_refused() -> None:
+    with deferred_init():
+        hooked, normed = nn.Linear(2, 2), nn.Linear(2, 2)
+        hooked.weight.register_hook(lambda grad: grad * 2)
+        normed.__dict__["scaled"] = normed.weight * 2
+    with pytest.raises(ValueError, match=r"Linear\.weight has gradient hooks"):
+        materialize(hooked)
+    with pytest.raises(ValueError, match=r"Linear\.scaled is a result that autograd recorded"):
+        materialize(normed)

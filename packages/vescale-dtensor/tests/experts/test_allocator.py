@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from vescale_dtensor import DTensor, DTensorError, Shard, distribute_tensor, parallelize_module
+from vescale_dtensor import DTensor, DTensorError, Shard, distribute_tensor, implicit_communication, parallelize_module
 from vescale_dtensor._dispatch import policy
 from vescale_dtensor._experts import ExpertsAllocator, expert_parallel
 from vescale_testing import run_threads
@@ -75,11 +75,15 @@ def mixture(num_experts: int) -> Mixture:
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.05, amsgrad=True),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.05),
 }
 
 
 @pytest.mark.parametrize(
-    ("shape", "num_experts", "kind"), [((4,), 8, "adamw"), ((2, 2), 5, "sgd"), ((2, 2), 8, "adamw")], ids=str
+    ("shape", "num_experts", "kind"),
+    [((4,), 8, "adamw"), ((2, 2), 5, "sgd"), ((2, 2), 8, "adamw"), ((2,), 4, "rmsprop"), ((2,), 4, "adafactor")],
+    ids=str,
 )
 def test_training_with_moves_equals_one_device(shape: tuple[int, ...], num_experts: int, kind: str) -> None:
     base = mixture(num_experts)
@@ -121,7 +125,8 @@ def test_training_with_moves_equals_one_device(shape: tuple[int, ...], num_exper
                 torch.testing.assert_close(whole(ours.state[mine][key]), value, rtol=1e-9, atol=1e-9, msg=key)
         return moved
 
-    results = run_threads(4, body)
+    with implicit_communication("allow"):  # Adafactor's means over whole parameters
+        results = run_threads(torch.Size(shape).numel(), body)
     assert results[0] > 0, "nothing moved: the case tests nothing"
     assert len(set(results)) == 1
 
@@ -174,6 +179,8 @@ def test_states_are_refused_while_experts_are_elsewhere() -> None:
         optimizer.state_dict()
         for name, value in model.state_dict().items():
             assert torch.equal(whole(value), before[name])
+        with pytest.raises(DTensorError, match="LBFGS keeps its history"):
+            ExpertsAllocator(model, torch.optim.LBFGS(model.parameters()))
         with pytest.raises(ValueError, match=r"tolerance = 0\.5"):
             ExpertsAllocator(model, tolerance=0.5)
         with pytest.raises(ValueError, match="no experts whose tokens travel"):

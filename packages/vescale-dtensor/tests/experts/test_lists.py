@@ -213,9 +213,30 @@ class Whole(Block):
         return super().forward(hidden - hidden.mean(0))
 
 
+class Counter(Expert):
+    """Counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return super().forward(x)
+
+
+class Counting(Block):
+    """Experts that change a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Counter() for _ in range(4))
+
+
 @pytest.mark.parametrize(
     ("cls", "message"),
-    [(Statistic, r"shape \[\] that is not a matter of each token"), (Chained, "depend on results of other experts"),
+    [(Counting, "change their buffers"),
+     (Statistic, r"shape \[\] that is not a matter of each token"), (Chained, "depend on results of other experts"),
      (Noisy, "draws random numbers"), (InPlace, "changes its input in place"), (Whole, "not a matter of each token")],
 )  # fmt: skip
 def test_blocks_that_cannot_be_spread_are_refused(cls: Any, message: str) -> None:

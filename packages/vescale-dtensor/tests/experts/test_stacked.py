@@ -36,13 +36,20 @@ class Unlike(Stacked):
         self.more = nn.Parameter(torch.randn(2, 4))
 
 
+class Optional(Stacked):
+    """As the experts of GptOss."""
+
+    def forward(self, x: Tensor, index: Tensor | None = None, weights: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        return x
+
+
 class OneArgument(Stacked):
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         return x
 
 
 def test_found_by_structure() -> None:
-    assert stacked_experts(Stacked()) == 3
+    assert stacked_experts(Stacked()) == stacked_experts(Optional()) == 3
     for other in (Unlike(), OneArgument(), nn.Linear(3, 3), nn.Conv2d(3, 3, 1), nn.Bilinear(3, 4, 5), nn.Identity()):
         assert stacked_experts(other) is None, other
 

@@ -41,13 +41,18 @@ class _Planner:
         return self.source.with_types(tuple(self.types))
 
     def _affected(self, changed: Iterable[int], goal: list[int]) -> set[int]:
-        """Axes whose cut keeps its type but moves, because one that cuts before it changes."""
+        """Axes whose cut keeps its type but moves, because one of several ranks that cuts before it changes."""
         return {
             a
             for a in self.wide
             if is_cut(self.types[a])
             and self.types[a] == goal[a]
-            and any(_cuts_before(t, c, self.types[a], a) for c in changed for t in (self.types[c], goal[c]))
+            and any(
+                _cuts_before(t, c, self.types[a], a)
+                for c in changed
+                if c in self.wide
+                for t in (self.types[c], goal[c])
+            )
         }
 
     def reduce(self) -> None:

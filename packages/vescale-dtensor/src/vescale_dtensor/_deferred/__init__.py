@@ -7,13 +7,14 @@
 from .materialize import deferred_local, fingerprint, finish, materialize, whole_on
 from .record import deferred_init
 from .tape import is_deferred
-from .tensor import require_outside
+from .tensor import gradient, require_outside
 
 __all__ = [
     "deferred_init",
     "deferred_local",
     "fingerprint",
     "finish",
+    "gradient",
     "is_deferred",
     "materialize",
     "require_outside",

@@ -7,11 +7,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+from .._bytes import bytes_of
 from .._mesh import MeshInfo
-from ..placements import AxisTypes, I, R
+from ..placements import AxisTypes, P
 from .parts import NotByParts, by_parts
-from .tape import Constant, Ref, forget_freed, is_deferred, leaves, mapped, needed, ref_of
+from .tape import Constant, Memory, Ref, forget_freed, hash_of, is_deferred, leaves, mapped, memory_of, needed, ref_of
+from .tensor import gradient
 from .whole import whole
 
 T = TypeVar("T", nn.Module, Tensor)
@@ -37,49 +40,63 @@ def materialize(target: T) -> T:
     if not isinstance(target, nn.Module):
         raise TypeError(f"target must be a module or a tensor, got {type(target).__name__}")
     made: dict[int, Any] = {}
+    wholes: dict[Memory, Tensor] = {}
     for owner in target.modules():
         for held in (owner._parameters, owner._buffers):
             for name, tensor in held.items():
                 if tensor is not None and is_deferred(tensor):
-                    held[name] = made[id(tensor)] if id(tensor) in made else made.setdefault(id(tensor), _real(tensor))
-    finish(target, made)
+                    if id(tensor) not in made:
+                        made[id(tensor)] = _real(tensor, f"{type(owner).__name__}.{name}", wholes)
+                    held[name] = made[id(tensor)]
+    finish(target, made, wholes)
     return target
 
 
-def finish(module: nn.Module, made: dict[int, Any] | None = None) -> None:
-    """Make the deferred tensors that stand in plain attributes of modules, or in lists and dicts there: whole.
+def finish(module: nn.Module, made: dict[int, Any], wholes: dict[Memory, Tensor] | None = None) -> None:
+    """Let plain attributes of modules, and lists and dicts there, hold what parameters and buffers were turned into.
 
     Args:
-        module: the module, its submodules included.
-        made: what stands for tensors that were made already, by their id.
+        module: the module, its submodules included. Other deferred tensors of such attributes are made: whole.
+        made: what stands for tensors that were turned into others, by the id of these.
+        wholes: values of memories that were made already.
     """
-    known: dict[int, Any] = {} if made is None else made
-
-    def real(value: Any) -> Any:
-        if not isinstance(value, Tensor) or not is_deferred(value):
-            return value
-        if id(value) not in known:
-            known[id(value)] = _real(value)
-        return known[id(value)]
-
+    known, values = made, {} if wholes is None else wholes
     for owner in module.modules():
         for name, value in vars(owner).items():
             if name in ("_parameters", "_buffers", "_modules"):
                 continue
-            if type(value) in (list, tuple, dict) and not any(is_deferred(v) for v in leaves(value)):
-                continue
-            if type(value) in (list, tuple, dict) or isinstance(value, Tensor):
-                vars(owner)[name] = mapped(value, real)
+            where = f"{type(owner).__name__}.{name}"
+
+            def real(value: Any, where: str = where) -> Any:
+                if id(value) not in known and isinstance(value, Tensor) and is_deferred(value):
+                    known[id(value)] = _real(value, where, values)
+                return known.get(id(value), value)
+
+            if type(value) in (list, tuple, dict):
+                if any(id(v) in known or is_deferred(v) for v in leaves(value)):
+                    vars(owner)[name] = mapped(value, real)
+            elif isinstance(value, Tensor):
+                vars(owner)[name] = real(value)
     forget_freed()
 
 
-def _real(tensor: Tensor) -> Any:
+def _real(tensor: Tensor, where: str = "the tensor", wholes: dict[Memory, Tensor] | None = None) -> Any:
     ref = ref_of(tensor)
     if ref is None:
         return tensor
     if not tensor.is_leaf:
-        raise ValueError("the tensor is a result that autograd recorded; materialize the leaves, or detach it inside")
-    value: Any = whole(ref)
+        raise ValueError(
+            f"{where} is a result that autograd recorded inside deferred_init, so that values of its own would not "
+            "follow the parameters; compute it in forward (as torch.nn.utils.parametrizations does), or detach it"
+        )
+    if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+        raise ValueError(f"{where} has gradient hooks, which stay with the deferred tensor; register them afterwards")
+    if is_lazy(tensor):
+        memory = memory_of(tensor)
+        assert memory is not None
+        lazy: Any = type(tensor)
+        return lazy(requires_grad=tensor.requires_grad, device=memory.device, dtype=tensor.dtype)
+    value: Any = _whole(ref, {} if wholes is None else wholes)
     if isinstance(tensor, nn.Parameter):
         value = nn.Parameter(value, requires_grad=tensor.requires_grad)
     else:
@@ -87,7 +104,21 @@ def _real(tensor: Tensor) -> Any:
     for key, item in tensor.__dict__.items():
         if key != "_is_param":
             setattr(value, key, item)
+    grad = gradient(tensor)
+    if grad is not None:
+        value.grad = _real(grad, f"the gradient of {where}", wholes)
     return value
+
+
+def _whole(ref: Ref, wholes: dict[Memory, Tensor]) -> Tensor:
+    """A tensor that shares its memory with the others of the same memory, as on one device."""
+    base = wholes.get(ref.memory)
+    if base is None:
+        wholes[ref.memory] = base = whole(ref)
+        return base.detach()
+    if base.dtype != ref.dtype:
+        return whole(ref)
+    return base.new_empty(0).set_(base.untyped_storage(), ref.offset, ref.size, ref.stride)
 
 
 def deferred_local(tensor: Tensor, mesh: MeshInfo, types: AxisTypes) -> Tensor | None:
@@ -100,7 +131,7 @@ def deferred_local(tensor: Tensor, mesh: MeshInfo, types: AxisTypes) -> Tensor |
     """
     ref = ref_of(tensor)
     assert ref is not None
-    if any(t < 0 and t not in (I, R) for t in types):
+    if P in types:
         return None
     try:
         local = by_parts(ref, mesh, types)
@@ -128,11 +159,11 @@ def fingerprint(tensor: Tensor) -> str:
             number = names.setdefault(value.memory, len(names))
             return number, value.size, value.stride, value.offset, value.dtype
         if isinstance(value, Constant):
-            return value.value().cpu().flatten().tolist() if value.tensor.numel() < 4096 else value.tensor.shape
+            return value.tensor.shape, value.tensor.dtype, hash_of(value.value())
         return None if isinstance(value, torch.Generator) else value
 
     for node in needed(ref.memory):
         digest.update(repr((str(node.func), mapped((node.args, node.kwargs), describe))).encode())
         if node.state is not None:
-            digest.update(node.state.numpy().tobytes())
+            digest.update(bytes_of(node.state))
     return f"{list(tensor.shape)} {tensor.dtype} deferred {digest.hexdigest()}"

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .._mesh import MeshInfo
+from .._pieces import read
 from .._spec import Spec, replicated, spec_of
 from ..placements import AxisTypes
 from . import draws
@@ -51,10 +52,10 @@ def place_of(ref: Ref) -> Place:
     length: list[int] = [1] * len(m.size)
     dims: list[int | None] = []
     for size, stride in zip(ref.size, ref.stride, strict=True):
-        fitting = [d for d, s in enumerate(m.stride) if s == stride and length[d] == 1 and m.size[d] - start[d] >= size]
+        fitting = [d for d, s in enumerate(m.stride) if s == stride and d not in dims and m.size[d] - start[d] >= size]
         fitting = [d for d in fitting if m.size[d] > 1] or fitting
         if size == 1 and (not fitting or m.size[fitting[0]] > 1):
-            dims.append(next((d for d in fitting if m.size[d] == 1 and d not in dims), None))
+            dims.append(next((d for d in fitting if m.size[d] == 1), None))
         elif fitting:
             length[fitting[0]] = size
             dims.append(fitting[0])
@@ -167,9 +168,7 @@ class Windows:
             made = as_recorded(results[position], memory)
             spec = self.spec(memory)
             if memory in self.types:
-                for dim in spec.sharded:
-                    made = made.narrow(dim, spec.local_offset[dim], spec.local_shape[dim])
-                made = made.clone(memory_format=torch.contiguous_format)
+                made = read(made, spec.pieces_of(self.mesh.coordinate))
             self.of[memory] = made
 
     def _whole_argument(self, value: Any) -> Any:
@@ -197,6 +196,9 @@ class Windows:
             self._whole(node)
             return
         place, spec = place_of(target), self.spec(target.memory)
+        if spec.irregular:
+            self._on_pieces(node, target, spec)
+            return
         block = [
             _overlap(place.start[d], place.length[d], spec.local_offset[d], spec.local_shape[d])
             for d in range(spec.ndim)
@@ -209,6 +211,25 @@ class Windows:
                 self.of[target.memory] = torch.empty(spec.local_shape, dtype=target.dtype, device=target.memory.device)
             return
         result = node.run(args, kwargs)
+        if node.made:
+            self.of[target.memory] = result.contiguous()
+
+    def _on_pieces(self, node: Node, target: Ref, spec: Spec) -> None:
+        """Run an operator on local parts of several blocks; only on whole tensors of one shape, and numbers."""
+        if not target.is_whole:
+            raise NotByParts
+
+        def operand(value: Any) -> Any:
+            if isinstance(value, Ref) and value.memory in self.types:
+                if not value.is_whole or value.size != target.size or self.types[value.memory] != spec.types:
+                    raise NotByParts
+                return self.of[value.memory]
+            whole = self._whole_argument(value)
+            if not isinstance(whole, Tensor) or not whole.ndim:
+                return whole
+            return read(whole.expand(target.size), spec.pieces_of(self.mesh.coordinate))
+
+        result = node.run(*mapped((node.args, node.kwargs), operand))
         if node.made:
             self.of[target.memory] = result.contiguous()
 

@@ -11,7 +11,7 @@ from .parts import NotByParts, by_parts
 from .tape import Node, Ref, needed
 from .whole import whole
 
-BLOCK = 1 << 22
+BLOCK = 1 << 20
 """Elements of a tensor that are made at a time where the question is whether any or all of them are true."""
 
 

@@ -37,6 +37,8 @@ from .tape import (
 from .tensor import active, label
 from .whole import whole
 
+_WRITES_UNSAID = dict.fromkeys(("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"), (3, 4))
+"""Operators that change arguments of which their schema does not say so: the running statistics."""
 _STORAGE_CHANGES = frozenset("resize_ resize_as_ set_ _resize_output_".split())
 _EMPTY = frozenset("empty empty_strided empty_like new_empty new_empty_strided".split())
 _FILLED = {
@@ -161,7 +163,8 @@ def _on_meta(value: Any) -> Any:
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     found: list[Any] = []
     for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
+        unsaid = i in _WRITES_UNSAID.get(base_name(func), ())
+        if unsaid or (argument.alias_info is not None and argument.alias_info.is_write):
             value = args[i] if i < len(args) else kwargs.get(argument.name)
             found += leaves(value)
     return found

@@ -7,6 +7,8 @@ made of a tensor, views, detached tensors and `.data` need no record of their ow
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -70,18 +72,19 @@ class Ref:
 class Constant:
     """A real tensor among the arguments, as it was when the operator ran."""
 
-    __slots__ = ("tensor", "version")
+    __slots__ = ("content", "tensor")
     _COPIED = 1 << 20
-    """Elements up to which a copy is kept, so that later changes do not matter."""
+    """Elements up to which a copy is kept, so that later changes do not matter; of larger ones, a hash."""
 
     def __init__(self, tensor: Tensor) -> None:
         detached: Tensor = _run(Tensor.detach, (), (tensor,), {})
-        self.tensor = detached.clone() if detached.numel() <= self._COPIED else detached
-        self.version = self.tensor._version
+        copied = detached.numel() <= self._COPIED
+        self.tensor = detached.clone() if copied else detached
+        self.content = None if copied else hash_of(detached)
 
     def value(self) -> Tensor:
         """The tensor; raises if it was changed since."""
-        if self.tensor._version != self.version:
+        if self.content is not None and hash_of(self.tensor) != self.content:
             raise RuntimeError(
                 f"a tensor of shape {list(self.tensor.shape)} that the construction of a deferred module read was "
                 "changed in place afterwards, before the module was materialized; change a clone() of it instead"
@@ -150,6 +153,14 @@ class Node:
         first, *rest = self.args
         reads = [v for v in leaves((rest, self.kwargs)) if isinstance(v, Ref)]
         return first.memory is memory and first.is_whole and all(r.memory is not memory for r in reads)
+
+
+def hash_of(tensor: Tensor) -> str:
+    """Text that equals for real tensors of the same elements."""
+    data = tensor.resolve_conj().resolve_neg().contiguous().cpu()
+    num_bytes = data.numel() * data.element_size()
+    content = (ctypes.c_char * num_bytes).from_address(data.data_ptr()) if num_bytes else b""
+    return hashlib.blake2b(content, digest_size=12).hexdigest()
 
 
 def base_name(func: Any) -> str:

@@ -21,6 +21,7 @@ from .tape import is_deferred, mapped, memory_of, ref_of
 _run = torch._C._disabled_torch_function_impl
 _device = torch._C.TensorBase.device.__get__
 _is_meta = torch._C.TensorBase.is_meta.__get__  # type: ignore[attr-defined]
+_grad: Any = Tensor.grad.__get__  # type: ignore[union-attr]
 
 
 class _Active(threading.local):
@@ -81,7 +82,7 @@ _READS = frozenset("tolist numpy __array__".split())
 _ANSWERED = frozenset(
     """shape size dim ndim ndimension numel nelement stride dtype layout requires_grad is_leaf grad_fn element_size
     itemsize nbytes is_contiguous is_floating_point is_complex is_signed storage_offset requires_grad_ names
-    __len__ __hash__ _version _backward_hooks _post_accumulate_grad_hooks grad is_sparse is_quantized is_cpu is_cuda
+    __len__ __hash__ _version _backward_hooks _post_accumulate_grad_hooks is_sparse is_quantized is_cpu is_cuda
     is_mps is_xpu is_nested untyped_storage _cdata is_inference is_shared retains_grad output_nr __repr__ name
     is_same_size _is_view _base is_pinned __format__ get_device""".split()
 )
@@ -103,8 +104,17 @@ def _refusal(what: str, tensor: Any) -> UnsupportedOperationError:
     return UnsupportedOperationError(
         f"{what} got a tensor of shape {list(tensor.shape)} that was made inside deferred_init and has no values yet; "
         "call parallelize_module(module, mesh, plan), which makes each rank's part, or materialize(module) for the "
-        "whole, before the module is used, copied or saved"
+        "whole, before the module is used, copied or saved. Parameters become other objects: make optimizers afterwards"
     )
+
+
+def gradient(tensor: Tensor) -> Tensor | None:
+    """The gradient that a deferred tensor got inside `deferred_init`.
+
+    To others `.grad` is refused: an optimizer that still holds the tensor would find none, and train nothing.
+    """
+    found: Tensor | None = _run(_grad, (), (tensor,), {})
+    return found
 
 
 def require_outside(what: str) -> None:

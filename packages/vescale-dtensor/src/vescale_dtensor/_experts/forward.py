@@ -81,7 +81,7 @@ def run_experts(bank: Bank, x: DTensor, chosen: DTensor, weights: DTensor) -> DT
 
 def refuse_recording() -> None:
     """Tell a recorder of straight-line programs that what happens here depends on data."""
-    if slot.recorder is not None:
+    if slot.active and slot.recorder is not None:
         slot.recorder.refuse("tokens travel to experts in numbers that depend on the data")
 
 

@@ -9,7 +9,7 @@ Everything else that the block computes must be a matter of each token alone; th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,8 @@ from ..errors import UnsupportedOperationError
 from ..placements import AxisTypes, I, P, R, short
 from .exchange import combine, dispatch, tie
 from .forward import announce, refuse_recording
-from .routes import Residents, members_of, routes
+from .homes import owners_of, residents_at
+from .routes import Load, Residents, members_of, routes
 
 
 class ListState:
@@ -43,6 +44,29 @@ class ListState:
         """Names of the mesh axes that experts are spread over."""
         self.checked = False
         """Whether a call has shown that tokens do not depend on each other."""
+        self.load: Load | None = None
+        """Rows of this rank's tokens by expert, [experts], int64, to be summed over mesh axes; None: not counted."""
+        self.known: dict[Any, tuple[list[int], Residents]] = {}
+        """Where experts live, by the specs of their parameters."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"child": self.child, "num_experts": self.num_experts, "axes": self.axes}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    def axes_of(self, mesh: MeshInfo) -> Axes:
+        """The mesh axes that experts are spread over."""
+        names = mesh.device_mesh.mesh_dim_names or ()
+        return tuple(names.index(a) for a in self.axes)
+
+    def note_load(self, lengths: Sequence[tuple[int, int]], mesh: MeshInfo, axes: Axes) -> None:
+        """Count (expert, rows) of one call, but not again where a checkpoint recomputes it."""
+        if self.load is None or torch._C._current_autograd_node() is not None:
+            return
+        counts = self.load.setdefault((mesh, axes), torch.zeros(self.num_experts, dtype=torch.int64))
+        for expert, rows in lengths:
+            counts[expert] += rows
 
 
 def owner_of(expert: int, num_experts: int, num_ranks: int) -> int:
@@ -60,16 +84,25 @@ class _Call:
     def __init__(self, block: nn.Module, state: ListState, forward: Callable[..., Any], x: DTensor) -> None:
         self.block, self.state, self.forward = block, state, forward
         self.spec, self.mesh = x._spec, x._spec.mesh
-        names = self.mesh.device_mesh.mesh_dim_names or ()
-        self.axes: Axes = tuple(names.index(a) for a in state.axes)
+        self.axes = state.axes_of(self.mesh)
         self.types = tuple(self._tokens(a, t) for a, t in enumerate(self.spec.types))
         if unwanted(self.mesh, self.spec.types, self.types):
             policy.report("experts", [(self.spec, self.types)])
         self.experts: nn.ModuleList = getattr(block, state.child)
         self.held = _tensors(block)
+        self.owners, self.residents = self._homes(x.device)
         self.moved = {name: self._localized(name, t) for name, (_, _, t) in self.held.items()}
         self.local = strip(move(x, self.types))
         self.global_spec = self.spec.with_types(self.types)
+
+    def _homes(self, device: torch.device) -> tuple[list[int], Residents]:
+        key = (device, *(p._spec for p in self.experts.parameters() if isinstance(p, DTensor)))
+        found = self.state.known.get(key)
+        if found is None:
+            owners = owners_of(self.experts, self.mesh, self.axes)
+            found = owners, residents_at(owners, self.mesh, self.axes, device)
+            self.state.known = {key: found}
+        return found
 
     def _tokens(self, axis: int, t: int) -> int:
         """Type of the tokens along one axis."""
@@ -143,17 +176,16 @@ class _Call:
 
     def _computed(self, given: list[tuple[int, Tensor]]) -> list[Tensor]:
         """What the experts make of the noted rows, wherever they live."""
-        mesh, count = self.mesh, self.state.num_experts
-        residents = _residents(mesh, self.axes, count, self.local.device)
         lengths = [len(rows) for _, rows in given]
         source = torch.cat([r for _, r in given]) if given else self.local.reshape(-1, self.local.shape[-1])[:0]
         with torch.no_grad():
             chosen = torch.tensor([e for e, rows in given for _ in range(len(rows))], device=source.device)
-            way = routes(chosen.to(torch.int64).reshape(-1, 1), residents)
+            way = routes(chosen.to(torch.int64).reshape(-1, 1), self.residents)
+            self.state.note_load([(e, len(rows)) for e, rows in given], self.mesh, self._cut_axes())
             called = self._called([e for e, _ in given])
         announce()
         rows = dispatch(source, way.tokens, way.rows)
-        done = self._local_experts(rows, way.expert_of, residents, called)
+        done = self._local_experts(rows, way.expert_of, called)
         announce()
         back = combine(done, way.tokens, way.rows, len(source))
         return list(torch.split(back, lengths)) if lengths else []
@@ -162,26 +194,35 @@ class _Call:
         """Experts that some rank called: they get a gradient, the others none, as on one device."""
         flags = torch.zeros(self.state.num_experts, dtype=torch.int32, device=self.local.device)
         flags[mine] = 1
-        axes = tuple(a for a in range(self.mesh.ndim) if is_cut(self.types[a]) and self.mesh.sizes[a] > 1)
+        axes = self._cut_axes()
         if axes:
             note("all_reduce", flags.numel() * flags.element_size(), self.mesh, axes)
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.mesh.group(axes))
         return [e for e, f in enumerate(flags.tolist()) if f]
 
-    def _local_experts(self, rows: Tensor, expert_of: Tensor, residents: Residents, called: list[int]) -> Tensor:
+    def _cut_axes(self) -> Axes:
+        """Axes of several ranks along which these have different tokens."""
+        return tuple(a for a in range(self.mesh.ndim) if is_cut(self.types[a]) and self.mesh.sizes[a] > 1)
+
+    def _local_experts(self, rows: Tensor, expert_of: Tensor, called: list[int]) -> Tensor:
         me = members_of(self.mesh, self.axes).index(self.mesh.coordinate)
         order = torch.argsort(expert_of, stable=True)
-        lengths = torch.bincount(expert_of, minlength=max(residents.num_local, 1)).tolist()
+        lengths = torch.bincount(expert_of, minlength=max(self.residents.num_local, 1)).tolist()
         parts = iter(torch.split(rows.index_select(0, order), lengths))
-        owners = residents.owner.tolist()
         results: list[Tensor] = []
         unused = [] if len(expert_of) else [rows]
+        versions = [b._version for b in self.experts.buffers()]
         for e, expert in enumerate(self.experts):
-            part = next(parts) if owners[e] == me else None
+            part = next(parts) if self.owners[e] == me else None
             if part is not None and len(part):
                 results.append(_fitting(expert(part), part, e))
             elif e in called:
                 unused += list(expert.parameters())
+        if versions != [b._version for b in self.experts.buffers()]:
+            raise UnsupportedOperationError(
+                f"the experts of {type(self.block).__name__} change their buffers, such as running statistics, which "
+                "would be other ones on every rank; give them normalization without statistics"
+            )
         together = torch.cat(results) if results else rows.new_zeros(rows.shape)
         together = torch.zeros_like(together).index_copy(0, order, together) if results else together
         return tie(together, *unused)
@@ -305,25 +346,6 @@ def _tensors(module: nn.Module) -> dict[str, tuple[dict[str, Any], str, DTensor]
         for name, tensor in held.items()
         if isinstance(tensor, DTensor)
     }
-
-
-def _residents(mesh: MeshInfo, axes: Axes, num_experts: int, device: torch.device) -> Residents:
-    members = members_of(mesh, axes)
-    by_owner = [_place(mesh, axes, c) for c in members]
-    owners = [by_owner.index(owner_of(e, num_experts, len(members))) for e in range(num_experts)]
-    places = [sum(o == owners[e] for o in owners[:e]) for e in range(num_experts)]
-    me = members.index(mesh.coordinate)
-    return Residents(
-        mesh, axes, torch.tensor(owners, device=device), torch.tensor(places, device=device), owners.count(me)
-    )
-
-
-def _place(mesh: MeshInfo, axes: Axes, coordinate: tuple[int, ...]) -> int:
-    """Number of a rank within the axes, the last axis fastest."""
-    number = 0
-    for a in axes:
-        number = number * mesh.sizes[a] + coordinate[a]
-    return number
 
 
 def run_block(

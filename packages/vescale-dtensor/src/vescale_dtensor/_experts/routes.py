@@ -14,6 +14,9 @@ from torch import Tensor
 from .._mesh import Axes, MeshInfo
 from .exchange import Traffic, exchange
 
+Load = dict[tuple[MeshInfo, Axes], Tensor]
+"""Choices by expert, [experts], int64, by the mesh axes along which ranks have different tokens."""
+
 
 def members_of(mesh: MeshInfo, axes: Axes) -> tuple[tuple[int, ...], ...]:
     """Mesh coordinates of the ranks of a group, in group order; this rank alone where there are no axes."""

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 
 from .._dispatch import policy
 from .._irregular import cut_dims_of
-from .._mesh import Axes, MeshInfo
+from .._mesh import MeshInfo
 from .._spec import Spec, replicated
 from .._tensor import DTensor, make
 from ..errors import DTensorError, UnsupportedOperationError
 from .arrangement import Arrangement, Inside, arrange
 from .forward import run_experts
+from .routes import Load
 from .subclass import give_forward
 
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "n_experts")
@@ -37,7 +38,7 @@ class State:
         self.num_experts = num_experts
         self.order = list(range(num_experts))
         """Which expert each position of the stacked parameters holds."""
-        self.load: dict[tuple[MeshInfo, Axes], Tensor] | None = None
+        self.load: Load | None = None
         """Choices of this rank's tokens by expert, [experts], int64, to be summed over mesh axes; None: not counted."""
         self.known: dict[Any, Arrangement] = {}
         """Arrangements by specs."""
@@ -187,8 +188,9 @@ def stacked_experts(module: nn.Module) -> int | None:
         given = inspect.signature(module.forward).parameters.values()
     except (TypeError, ValueError):
         return None
-    needed = [p for p in given if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-    return lengths.pop() if len(needed) == 3 else None
+    taken = [p for p in given if p.kind is p.POSITIONAL_OR_KEYWORD]
+    needed = [p for p in taken if p.default is p.empty]
+    return lengths.pop() if 3 in (len(needed), len(taken)) else None
 
 
 def let_travel(module: nn.Module, num_experts: int) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import torch.distributed as dist
 from torch import Tensor
 
+from .._comm.objects import gather_objects
 from .._deferred import fingerprint, is_deferred
 from .._mesh import MeshInfo
 
@@ -42,8 +43,7 @@ def disagreements(mesh: MeshInfo, mine: Mapping[str, str]) -> dict[str, list[tup
     group = mesh.group(axes)
     if dist.get_backend(group) == "fake":  # nobody answers there
         return {}
-    said: list[dict[str, str]] = [{}] * mesh.size
-    dist.all_gather_object(said, dict(mine), group=group)
+    said: list[dict[str, str]] = gather_objects(dict(mine), group, mesh.device_type)
     keys = dict.fromkeys(k for one in said for k in one)
     return {
         key: [(c, one.get(key, "nothing")) for c, one in zip(mesh.members(axes), said, strict=True)]
