@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from vescale_dtensor import DTensor, Replicate, Shard, distribute_tensor, implicit_communication
+from vescale_dtensor import DTensor, Replicate, Shard, distribute_tensor, implicit_communication, parallelize_module
+from vescale_dtensor.errors import UnsupportedOperationError
 from vescale_testing import cached_mesh
 
 
@@ -48,3 +49,18 @@ def test_ddp_over_dp_around_tensor_parallel() -> None:
             assert isinstance(p, DTensor)
             torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-10, atol=1e-10)
             torch.testing.assert_close(p.detach().full_tensor(), q.detach(), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.ranks(4)
+def test_ddp_over_ranks_that_hold_different_shards() -> None:
+    mesh = cached_mesh(2, 2, names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = parallelize_module(Net(), mesh, {"parameter": {"up.weight": {"tp": Shard(0)}}})
+    for group in (None, mesh.get_group("tp")):
+        with pytest.raises(UnsupportedOperationError, match=r"parts of 'up.weight' for copies"):
+            DistributedDataParallel(model, process_group=group)
+    with pytest.raises(UnsupportedOperationError, match="hold different shards"):
+        DistributedDataParallel(model, device_mesh=mesh["tp"])
+    before = model.up.weight.detach().full_tensor()
+    DistributedDataParallel(model, process_group=mesh.get_group("dp"))
+    assert torch.equal(model.up.weight.detach().full_tensor(), before)

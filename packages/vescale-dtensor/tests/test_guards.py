@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention.flex_attention import flex_attention
 
 from vescale_dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, implicit_communication
 from vescale_dtensor.errors import UnsupportedOperationError
@@ -47,6 +48,9 @@ REFUSED: dict[str, Callable[[DTensor], Any]] = {
     "__dlpack__": lambda x: x.__dlpack__(),
     "from_dlpack": lambda x: torch.from_dlpack(x),
     "numpy": lambda x: x.numpy(),
+    "data_ptr": lambda x: x.data_ptr(),
+    "data_ptr-pending": lambda x: x.sum().data_ptr(),
+    "safetensors": lambda x: pytest.importorskip("safetensors.torch").save({"x": x}),
     "jit.trace": lambda x: torch.jit.trace(lambda a: a * 2, (x,)),
     "jit.script-module": lambda x: torch.jit.script(_linear(x)),
     "export": lambda x: torch.export.export(_linear(x), (torch.zeros(8),)),
@@ -65,7 +69,33 @@ REFUSED: dict[str, Callable[[DTensor], Any]] = {
     "irecv": lambda x: dist.irecv(x, 0),
     "c10d-op": lambda x: torch.ops._c10d_functional.all_reduce(x, "sum", "0"),
     "make_dual": lambda x: _dual(x),
+    "func.grad-captured": lambda x: torch.func.grad(lambda a: (x * a).sum().full_tensor())(torch.ones(())),
+    "func.jvp-captured": lambda x: torch.func.jvp(lambda a: (x * a).sum(), (torch.ones(()),), (torch.ones(()),)),
+    "functionalize-captured": lambda x: torch.func.functionalize(lambda a: (x * a).sum())(torch.ones(())),
+    "vmap-moves": lambda x: _moved_in_vmap(x.clone().requires_grad_()),
+    "vmap-from_local": lambda x: torch.vmap(lambda a: _from_local(a).sum())(torch.ones(3, 2)),
+    "linearize": lambda x: torch.func.linearize(lambda a: a * a, x),
+    "dual-captured": lambda x: _tangent_of_product(x),
+    "jacobian-forward": lambda x: torch.autograd.functional.jacobian(
+        lambda a: a.sum(), x, vectorize=True, strategy="forward-mode"
+    ),
+    "make_fx-captured": lambda x: make_fx(lambda a: a * x.sum())(torch.ones(())),
+    "flex_attention": lambda x: flex_attention(x.view(1, 1, 4, 2), x.view(1, 1, 4, 2), x.view(1, 1, 4, 2)),
 }
+
+
+def _moved_in_vmap(x: DTensor) -> Any:
+    return torch.vmap(lambda a: a * x.full_tensor().sum())(torch.ones(3))
+
+
+def _from_local(a: torch.Tensor) -> DTensor:
+    return DTensor.from_local(a, cached_mesh(4), [Shard(0)], run_check=False)
+
+
+def _tangent_of_product(x: DTensor) -> Any:
+    with torch.autograd.forward_ad.dual_level():
+        a = torch.autograd.forward_ad.make_dual(torch.tensor(2.0), torch.tensor(1.0))
+        return torch.autograd.forward_ad.unpack_dual((x * a).sum()).tangent
 
 
 def _module(x: DTensor) -> nn.Module:
@@ -274,3 +304,61 @@ def test_distributed_checkpoint_any_layout_into_any_other(tmp_path: Any) -> None
             assert state["n"] == 3
     with pytest.raises(dcp.api.CheckpointException, match="pending sum"):
         dcp.save({"w": distribute_tensor(value, mesh, [Partial(), Replicate()])}, checkpoint_id=tmp_path / "p")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of Dynamo about itself
+@pytest.mark.ranks(1)
+def test_plain_programs_compile_as_without_this_package() -> None:
+    def program(x: torch.Tensor) -> Any:
+        y = torch.func.grad(lambda a: torch.vmap(lambda b: b * b)(a).sum())(x)
+        z = torch.func.jvp(lambda a: a * a, (x,), (x,))[1]
+        norm = nn.utils.get_total_norm([x, y])
+        picked = torch.cond(x.sum() > 0, lambda a: a.clone(), lambda a: -a, (x,))
+        return y, z, norm, picked, torch.tensor([1.0]) + torch.as_tensor([2.0])
+
+    x = torch.tensor([1.0, 2.0])
+    y, z, norm, picked, three = torch.compile(program, backend="eager", fullgraph=True)(x)
+    assert y.tolist() == z.tolist() == [2, 8] or (y.tolist(), z.tolist()) == ([2, 4], [2, 8])
+    assert norm.item() == pytest.approx((1 + 4 + 4 + 16) ** 0.5)
+    assert (picked.tolist(), three.item()) == ([1, 2], 3)
+    assert torch.func.linearize(lambda a: a * a, x)[1](x).tolist() == [2, 8]
+
+
+@pytest.mark.ranks(4, pool=True)
+def test_control_flow_follows_the_whole_value() -> None:
+    x = distribute_tensor(torch.arange(8.0), cached_mesh(4), [Shard(0)])
+    assert torch.cond(x.sum() > 27, lambda a: a + 1, lambda a: a - 1, (x,)).full_tensor().tolist() == list(range(1, 9))
+    (y,) = torch.while_loop(lambda a: a.sum() < 100, lambda a: (a * 2,), (x,))
+    assert y.full_tensor().tolist() == [4.0 * i for i in range(8)]
+
+
+class _Triangle(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.triu()
+
+
+@pytest.mark.ranks(4, pool=True)
+@pytest.mark.parametrize("kind", ["own", "spectral_norm", "weight_norm"])
+def test_parametrizations(kind: str) -> None:
+    """They keep the parameter object, and give it other memory by `set_`."""
+    value = torch.linspace(-1, 2, 24).view(4, 6)
+    x = torch.ones(2, 6)
+    weights, grads = [], []
+    for ours in (False, True):
+        torch.manual_seed(0)
+        module = nn.Linear(6, 4, bias=False)
+        module.weight = nn.Parameter(distribute_tensor(value, cached_mesh(4), [Shard(0)]) if ours else value.clone())
+        kept = module.weight
+        if kind == "own":
+            nn.utils.parametrize.register_parametrization(module, "weight", _Triangle())
+            assert module.parametrizations.weight.original is kept
+        else:
+            getattr(nn.utils.parametrizations, kind)(module)
+        with implicit_communication("allow"):
+            module(distribute_tensor(x, cached_mesh(4), [Replicate()]) if ours else x).pow(2).sum().backward()
+            nn.utils.parametrize.remove_parametrizations(module, "weight")
+            weights.append(module.weight.detach())
+            grads += [p.grad for p in module.parameters() if p.grad is not None]
+    torch.testing.assert_close(weights[1].full_tensor(), weights[0])
+    assert module.weight.placements == (Shard(0),)

@@ -176,3 +176,18 @@ def test_the_guide_runs() -> None:
         RuleError, match=r"strategy 1 of the rule, \(S\(2\)\) -> \(S\(2\)\), is wrong: result 0 differs"
     ):
         check_rule(namespace["row_scan"], wrong, False, [(noise(6, 7, 4),)])
+
+
+MALFORMED = {
+    "not-a-rule": ([Strategy((0,), (0,))], r"answered \[Strategy.*a rule returns Rule\(shapes, strategies\), or None"),
+    "plain-tuples": (Rule([(6, 4)], [((0,), (0,))]), r"strategy 0 is \(\(0,\), \(0,\)\); write Strategy\(\(0, R\)"),  # type: ignore[list-item]
+    "numbers": (Rule([(6, 4)], [Strategy(0, 0)]), "a tuple with one axis type per tensor operand"),  # type: ignore[arg-type]
+    "dim": (Rule([(6, 4)], [Strategy((0, R), (2,))]), r"cuts dim 2 of result 0, which has the shape \[6, 4\]"),
+}
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_answers_that_are_no_rules(case: str) -> None:
+    answer, message = MALFORMED[case]
+    with pytest.raises(RuleError, match=message):
+        check_rule(scan, lambda call: answer, False, SAMPLES)

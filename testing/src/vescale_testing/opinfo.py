@@ -7,6 +7,7 @@ alone. An operator that hangs or kills its rank is found by running its batch on
 
 from __future__ import annotations
 
+import fnmatch
 import random
 import warnings
 from collections.abc import Iterable, Sequence
@@ -36,6 +37,50 @@ FORMS = ("function", "method", "inplace", "out")
 
 MEMORY = frozenset({"as_strided.partial_views"})
 """Operators on memory around their argument, which `distribute_tensor` does not copy."""
+
+
+FAMILIES: dict[str, str] = {
+    "attention": "*attention*",
+    "losses": "nn.functional.*loss* nn.functional.*entropy* nn.functional.kl_div",
+    "embedding": "nn.functional.embedding* nn.functional.one_hot",
+    "fft": "fft.* stft istft",
+    "normalization": "native_*norm* _*batch_norm* nn.functional.*_norm* nn.functional.normalize renorm",
+    "convolution, pooling, resampling": """*conv* *pool* *interpolate* *upsample* *grid_sampl* nn.functional.*fold
+    nn.functional.pixel* nn.functional.channel_shuffle""",
+    "softmax, scans, sorting": """*softm* cum* masked.cum* logcumsumexp *sort topk kthvalue mode *median *quantile
+    unique* searchsorted bucketize hist* bincount isin trapz trapezoid""",
+    "matmul-like": """add*mm* addmv* addr* baddbmm *mm mm.* bmm.* *mv *matmul* *_scaled_mm* dot vdot outer inner
+    tensordot kron einsum cross linalg.cross linalg.vecdot linalg.multi_dot nn.functional.*linear cdist""",
+    "linear algebra": """linalg.* cholesky* geqrf lu lu_* *logdet matrix_exp ormqr qr svd pinverse triangular_solve
+    corrcoef cov""",
+    "indexing": """gather *scatter* index_* *take* put masked_* *masked_index* *nonzero* argwhere where __getitem__
+    *select* repeat_interleave _segment_reduce* diagonal_scatter""",
+    "creation": """*_like new_* zeros ones full eye arange linspace* logspace* scalar_tensor tri?_indices zero_
+    broadcast_shapes""",
+    "reductions": """max.reduction* min.reduction* *_mean* std_mean* aminmax norm* dist logsumexp trace allclose equal
+    item masked.* nn.functional.*distance nn.functional.cosine_similarity nn.functional.pdist""",
+    "pointwise": """addcmul addcdiv clamp clone contiguous lerp nn.functional.hardswish nn.functional.leaky_relu
+    nn.functional.*lu logaddexp2 resolve_* to jiterator* native_dropout_backward""",
+}
+"""Patterns of names by family; a name belongs to the first that fits."""
+
+_BY_KIND = {
+    "UnaryUfuncInfo": "pointwise", "BinaryUfuncInfo": "pointwise", "ReductionOpInfo": "reductions",
+}  # fmt: skip
+
+
+def families() -> dict[str, str]:
+    """Family of every operator of op_db, by its full name."""
+    return {name: _family(name, type(op).__name__) for name, op in _database()}
+
+
+def _family(name: str, kind: str) -> str:
+    if kind in _BY_KIND:
+        return _BY_KIND[kind]
+    for found, patterns in FAMILIES.items():
+        if any(fnmatch.fnmatchcase(name, p) for p in patterns.split()):
+            return found
+    return "views, joins, padding"
 
 
 @dataclass(slots=True)
@@ -196,6 +241,8 @@ def _into_out(op: Any) -> Any:
         result = op(*args, **kwargs)
         out = target(result) if isinstance(result, Tensor) else tuple(map(target, result))
         op(*args, out=out, **kwargs)
+        if type(out) is Tensor:
+            torch.testing.assert_close(out, result, equal_nan=True)  # else torch itself is wrong: fft.ihfftn in 2.13
         return out
 
     return call
@@ -300,4 +347,4 @@ def _placements(t: Tensor, mesh_ndim: int, rng: random.Random) -> list[Any]:
     return [rng.choice(choices) for _ in range(mesh_ndim)]
 
 
-__all__ = ["FORMS", "RANDOM", "OpRow", "op_names", "run_opinfo"]
+__all__ = ["FAMILIES", "FORMS", "RANDOM", "OpRow", "families", "op_names", "run_opinfo"]

@@ -30,6 +30,7 @@ def _batched(total_norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return total_norm(tensors, norm_type, error_if_nonfinite, foreach)
 
     wrapper._vescale_wrapped = total_norm  # type: ignore[attr-defined]
+    wrapper._torchdynamo_inline = total_norm  # type: ignore[attr-defined]  # see `_patching.replace_once`
     return wrapper
 
 

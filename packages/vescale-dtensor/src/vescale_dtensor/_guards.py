@@ -8,11 +8,16 @@ the original. All changes that this package makes to torch:
 changed                                         because
 ==============================================  ======================================================
 ``autograd.Function.apply``                     does not dispatch; backward would get local parts
+``autograd._engine_run_backward``               dispatch modes would get saved leaves as DTensors
+``autograd.graph.get_gradient_edge``            the engine knows an edge's local part only
+``utils.checkpoint._CheckpointFrame``           recomputation would get local arguments
 ``utils.hooks.BackwardHook._apply_on_tensors``  module hooks would get local gradients
+``Module._maybe_warn_non_full_backward_hook``   refuses hooks that would get local gradients
 ``optim.<elementwise>.step`` (11 classes)       step hooks do not run on errors (see `_optim`)
 ``_foreach_supported_types`` (two lists)        foreach kernels are chosen by exact class
 ``nn.utils.clip_grad._get_total_norm``          without foreach it reduces once per gradient
-``_functorch`` wrap and unwrap functions        vmap and func.* work on the storage
+``_functorch`` wrap and nesting functions       vmap and func.* work on the storage
+``forward_ad.enter_dual_level``, ``exit_...``   tangents are lost where data move
 ``torch.tensor``, ``as_tensor``, ``asarray``    read elements of lists in C++
 ``Tensor.new_tensor``, ``new``, ``set_``        alias or copy the storage
 ``autograd.Variable(...)``                      aliases the storage
@@ -22,13 +27,17 @@ changed                                         because
 ``jit.ScriptFunction.__call__``                 runs in C++ on the storage
 ``fx.experimental.proxy_tensor.make_fx``        its graph would lack all communication
 ``torch.compile``                               must hear that the class is not traceable
+``torch.cond``, ``torch.while_loop``            compile, which cannot trace the class
+``nn.attention._utils._validate_sdpa_input``    flex_attention compiles as well
 ``autograd.gradcheck``, ``gradgradcheck``       change elements of the storage
+``Tensor.data_ptr``                             safetensors reads as many bytes there as the whole has
 ``nn.init.sparse_``                             makes plain indices, which are alike on all ranks
+``nn.parallel.DistributedDataParallel``         takes the shards of its ranks for copies of one tensor
 ==============================================  ======================================================
 
 What stays open, because wrapping it would break or slow more than it guards: `torch.Tensor(x)` and the
 other legacy constructors, `plain.data = x` and `plain.grad = x` (setters of a plain tensor),
-`as_subclass`, storages (`untyped_storage`, `data_ptr`), and methods of a `ProcessGroup` object. They
+`as_subclass`, storages (`untyped_storage`), and methods of a `ProcessGroup` object. They
 give the local part.
 """
 
@@ -47,7 +56,7 @@ from ._comm.move import strip
 from ._dispatch import policy
 from ._dispatch.table import register
 from ._irregular import is_cut
-from ._patching import holds_dtensor, refusal, replace_once
+from ._patching import guard_argument, holds_dtensor, refusal, replace_once
 from ._spec import Spec
 from ._tensor import TABLE, DTensor
 from .errors import UnsupportedOperationError
@@ -82,20 +91,16 @@ def _guard_data(name: str, *, position: int, conversion: bool = False) -> Callab
     return make
 
 
-def _guard_argument(name: str, instead: str) -> Callable[[Any], Any]:
-    """Wrap a function that must not meet a DTensor in any position."""
+def _guard_set(original: Any) -> Any:
+    """Wrap `set_`, which only two DTensors or two plain tensors may share memory by."""
+    refuse = guard_argument("Tensor.set_", "Assign x.data = y between DTensors, or copy with x.copy_(y)")(original)
 
-    def make(original: Any) -> Any:
-        @functools.wraps(original)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            for value in args:
-                if value.__class__ is DTensor and _on():
-                    raise refusal(name, instead)
-            return original(*args, **kwargs)
+    @functools.wraps(original)
+    def set_(self: Any, *args: Any, **kwargs: Any) -> Any:
+        both = self.__class__ is DTensor and len(args) == 1 and args[0].__class__ is DTensor
+        return (original if both else refuse)(self, *args, **kwargs)
 
-        return wrapper
-
-    return make
+    return set_
 
 
 def _announce(original: Any, wrapper: Any) -> None:
@@ -116,14 +121,12 @@ def _guard_constructors() -> None:
         _announce(before, getattr(torch, name))
     for name in _SPARSE_CONSTRUCTORS:
         before = getattr(torch, name)
-        replace_once(torch, name, _guard_argument(f"torch.{name}", "Use full_tensor() for the whole as a plain tensor"))
+        replace_once(torch, name, guard_argument(f"torch.{name}", "Use full_tensor() for the whole as a plain tensor"))
         _announce(before, getattr(torch, name))
     replace_once(torch.nested, "nested_tensor", _guard_data("torch.nested.nested_tensor", position=0))
     for name in ("new_tensor", "new"):
         replace_once(Tensor, name, _guard_data(f"Tensor.{name}", position=1))
-    replace_once(
-        Tensor, "set_", _guard_argument("Tensor.set_", "Assign x.data = y between DTensors, or copy with x.copy_(y)")
-    )
+    replace_once(Tensor, "set_", _guard_set)
     _guard_variable()
 
 
@@ -141,23 +144,10 @@ def _guard_variable() -> None:
     VariableMeta.__call__ = __call__  # type: ignore[method-assign, assignment]
 
 
-def _guard_functorch() -> None:
-    from torch._functorch import eager_transforms, vmap
-
-    instead = (
-        "Write the batch dim out (operators broadcast over it), or use torch.autograd.grad; for a local computation "
-        "use local_map or to_local()"
-    )
-    for name in ("_add_batch_dim", "_remove_batch_dim"):
-        replace_once(vmap, name, _guard_argument("torch.vmap", instead))
-    for name in ("_wrap_for_grad", "_unwrap_for_grad", "_wrap_functional_tensor"):
-        replace_once(eager_transforms, name, _guard_argument("a torch.func transform", instead))
-
-
 def _guard_export() -> None:
     instead = "Use full_tensor() for the whole, or to_local() if the part is what you mean"
     for owner in (torch, torch.utils.dlpack):
-        replace_once(owner, "to_dlpack", _guard_argument("to_dlpack", instead))
+        replace_once(owner, "to_dlpack", guard_argument("to_dlpack", instead))
 
 
 def _let_sparse_init(original: Any) -> Any:
@@ -220,7 +210,7 @@ def _register_refusals() -> None:
     TABLE[nested] = _unsupported("a nested tensor of DTensors", whole)
     register("_nested_tensor_from_tensor_list _nested_view_from_buffer _nested_from_padded", TABLE[nested])
     TABLE[Tensor.__dlpack__] = _local_or_refuse("DLPack export")
-    register("set_", _unsupported("set_", "Assign x.data = y, or copy with x.copy_(y)"))
+    TABLE[Tensor.data_ptr] = _local_or_refuse("data_ptr(), asked by a kernel or by a file format such as safetensors,")
     register(
         "rename rename_ align_to align_as refine_names", _unsupported("a named tensor", "Name the mesh axes instead")
     )
@@ -231,15 +221,16 @@ def _register_refusals() -> None:
 
 def install() -> None:
     """Put all guards in place; may be called again."""
-    from . import _clip, _dcp, _gradcheck, _optim, _tracers
+    from . import _clip, _dcp, _ddp, _gradcheck, _optim, _tracers, _transforms
 
     install_autograd()
     _optim.install()
     _clip.install()
     _dcp.install()
+    _ddp.install()
     _register_refusals()
     _guard_constructors()
-    _guard_functorch()
+    _transforms.install()
     _guard_export()
     _tracers.install()
     _gradcheck.install()

@@ -97,6 +97,7 @@ def local_step(step: Callable[..., Any]) -> Callable[..., Any]:
         return loss
 
     wrapper._vescale_wrapped = step  # type: ignore[attr-defined]
+    wrapper._torchdynamo_inline = step  # type: ignore[attr-defined]  # see `_patching.replace_once`
     return wrapper
 
 

@@ -13,12 +13,12 @@ from torch._library.custom_ops import CustomOpDef
 from torch.utils._pytree import tree_map
 
 from ._comm.move import strip
-from ._dispatch.call import Call, Localized, Rewrite, Rule, function_name
+from ._dispatch.call import Call, Localized, Rewrite, Rule, Strategy, function_name
 from ._dispatch.engine import Handler, RuleFunction, clear_caches, keyed_handler, tensors_in
 from ._dispatch.fallback import gather_fallback
 from ._spec import Spec
 from ._tensor import TABLE, DTensor
-from .errors import UnsupportedOperationError
+from .errors import RuleError, UnsupportedOperationError
 
 _plugins_asked = False
 
@@ -58,6 +58,9 @@ def _key(fn: Any) -> Any:
         return fn._opoverload.overloadpacket
     if isinstance(fn, torch._ops.OpOverload) and fn not in _known:
         return fn.overloadpacket
+    owner = getattr(fn, "__self__", None)
+    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+        return owner.apply  # `fn` may be what it was before it got its rule
     return fn
 
 
@@ -184,6 +187,7 @@ def on_plain_tensors(rule: RuleFunction) -> RuleFunction:
         answer = rule(call)
         if answer is None:
             return None
+        require_form(answer, call)
         inner = answer.localize
 
         def localize(ins: list[Spec], outs: list[Spec]) -> Localized:
@@ -200,6 +204,29 @@ def on_plain_tensors(rule: RuleFunction) -> RuleFunction:
         return replace(answer, localize=localize)
 
     return plain_rule
+
+
+def require_form(answer: Any, call: Call) -> None:
+    """Raise RuleError if what a rule answered is not made of what it should be."""
+    of = f"the rule of {call.name} answered {answer!r}"
+    if not isinstance(answer, Rule):
+        raise RuleError(f"{of}; a rule returns Rule(shapes, strategies), or None where it does not cover the call")
+    for number, strategy in enumerate(answer.strategies):
+        if not isinstance(strategy, Strategy) or not all(map(_are_types, strategy[:2])):
+            raise RuleError(
+                f"{of}: strategy {number} is {strategy!r}; write Strategy((0, R), (0,)): "
+                "a tuple with one axis type per tensor operand, and one per tensor result"
+            )
+        for i, (kind, shape) in enumerate(zip(strategy.outs, answer.shapes, strict=False)):
+            if type(kind) is int and kind >= len(shape):
+                raise RuleError(
+                    f"{of}: strategy {number}, {strategy!r}, cuts dim {kind} of result {i}, "
+                    f"which has the shape {list(shape)}"
+                )
+
+
+def _are_types(value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(v, int) for v in value)
 
 
 def _plain(value: Any) -> Any:

@@ -15,10 +15,12 @@ import torch
 import torch.export
 import torch.fx.experimental.proxy_tensor
 import torch.jit._script
+import torch.nn.attention._utils
 import torch.utils._pytree as pytree
 from torch import nn
 
-from ._patching import holds_dtensor, refusal, replace_once
+from ._mesh import any_mesh
+from ._patching import guard_argument, holds_dtensor, refusal, replace_once
 from ._tensor import DTensor
 
 _on = torch._C._is_torch_function_enabled
@@ -53,6 +55,7 @@ def _recorder(what: str) -> Callable[[Any], Any]:
 
 def _refuse_to_trace(original: Any) -> Any:
     """Wrap `make_fx`, whose graph would lack all communication."""
+    instead = "Trace the function on plain tensors, or with torch.fx.symbolic_trace"
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -61,8 +64,13 @@ def _refuse_to_trace(original: Any) -> Any:
         @functools.wraps(traced)
         def call(*inputs: Any) -> Any:
             if holds_dtensor(pytree.tree_leaves(inputs)):
-                raise refusal("make_fx", "Trace the function on plain tensors, or with torch.fx.symbolic_trace")
-            return traced(*inputs)
+                raise refusal("make_fx", instead)
+            try:
+                return traced(*inputs)
+            except TypeError as error:
+                if any_mesh() and "ProxyTorchDispatchMode" in str(error):  # a DTensor that the function captures
+                    raise refusal("make_fx", instead) from error
+                raise
 
         return call
 
@@ -84,6 +92,44 @@ def _call_scripted(original: Any) -> Any:
         return original(self, *args, **kwargs)
 
     return __call__
+
+
+def _choose(original: Any) -> Any:
+    """Wrap `torch.cond`, which compiles: with DTensors the branch is taken here, by the value of the predicate."""
+
+    @functools.wraps(original)
+    def cond(pred: Any, true_fn: Any, false_fn: Any, operands: Any = ()) -> Any:
+        if holds_dtensor(pytree.tree_leaves((pred, operands))):
+            return (true_fn if pred else false_fn)(*operands)
+        return original(pred, true_fn, false_fn, operands)
+
+    return cond
+
+
+def _repeat(original: Any) -> Any:
+    """Wrap `torch.while_loop`, which compiles: with DTensors it is a loop of Python."""
+
+    @functools.wraps(original)
+    def while_loop(cond_fn: Any, body_fn: Any, carried_inputs: Any) -> Any:
+        if not holds_dtensor(pytree.tree_leaves(carried_inputs)):
+            return original(cond_fn, body_fn, carried_inputs)
+        carried = tuple(carried_inputs)
+        while cond_fn(*carried):
+            carried = tuple(body_fn(*carried))
+        return carried
+
+    return while_loop
+
+
+def _guard_control_flow() -> None:
+    for name, make in (("cond", _choose), ("while_loop", _repeat)):
+        for owner in (torch, sys.modules.get(f"torch._higher_order_ops.{name}")):
+            replace_once(owner, name, make)
+    guard = guard_argument(
+        "flex_attention", "Use F.scaled_dot_product_attention with a mask, or local_map with batch or heads sharded"
+    )
+    for space in (torch.nn.attention._utils, sys.modules.get("torch.nn.attention.flex_attention")):
+        replace_once(space, "_validate_sdpa_input", guard)  # the first that flex_attention calls, by this name
 
 
 @functools.cache
@@ -121,3 +167,4 @@ def install() -> None:
     replace_once(torch.fx.experimental.proxy_tensor, "make_fx", _refuse_to_trace)
     replace_once(torch.jit.ScriptFunction, "__call__", _call_scripted)
     _guard_compile()
+    _guard_control_flow()

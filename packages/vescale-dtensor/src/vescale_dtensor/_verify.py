@@ -23,7 +23,7 @@ from ._dispatch.call import Call, Rule, Strategy
 from ._dispatch.engine import Entry, RuleFunction, execute, miss
 from ._imagined import imagined_mesh
 from ._mesh import MeshInfo
-from ._register import on_plain_tensors, rule_of
+from ._register import ask_plugins, on_plain_tensors, require_form, rule_of
 from ._spec import chunk, spec_of
 from ._tensor import DTensor, make
 from .errors import RuleError
@@ -60,6 +60,7 @@ def verify_rule(fn: Any, samples: Samples, mesh: DeviceMesh | None = None) -> in
     >>> verify_rule(double, [(torch.randn(6, 4),)])
     4
     """
+    ask_plugins()  # perhaps no mesh was made yet, which would have
     func, rule, inplace = rule_of(fn)
     count = check_rule(func, rule, inplace, samples)
     if mesh is not None:
@@ -192,6 +193,7 @@ def _check_sample(func: Any, rule: RuleFunction, inplace: bool, reference: _Refe
     answer = rule(call)
     if answer is None:
         return 0
+    require_form(answer, call)
     _check_shapes(answer, reference, where)
     count = 0
     for index, strategy in enumerate(answer.strategies):

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
-from vescale_dtensor import DTensor, distribute_tensor, implicit_communication
+from vescale_dtensor import DTensor, distribute_tensor, implicit_communication, plain_tensors
 from vescale_testing import cached_mesh
 from vescale_testing.oracle import placements
 
@@ -132,3 +134,72 @@ def test_inference_mode_and_no_grad() -> None:
         block(dx, dw).backward()
         block(x, w).backward()
         torch.testing.assert_close(dw.grad.full_tensor(), w.grad, rtol=1e-10, atol=1e-10)
+
+
+class _Sizes(TorchDispatchMode):
+    """Keeps the sizes that it sees, and computes with what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.update(tuple(a.shape) for a in args if isinstance(a, torch.Tensor))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.ranks(4, pool=True)
+@pytest.mark.parametrize("codes", [("S0 I", "I S0"), ("P I", "I I"), ("R S1", "I S1")])
+@pytest.mark.parametrize("plain_loss", [False, True])
+def test_dispatch_modes_see_local_tensors_in_backward(codes: tuple[str, str], plain_loss: bool) -> None:
+    """A saved leaf comes back as the DTensor that it is, on which a mode would compute as on the whole."""
+    modes = []
+
+    def run(x: Any, w: Any) -> None:
+        y = (x @ w).softmax(0)
+        if plain_loss and isinstance(y, DTensor):
+            y = y.full_tensor()
+        with plain_tensors("replicate"), _Sizes() as mode:
+            y.pow(2).sum().backward()
+        modes.append(mode)
+
+    _same_gradients(run, codes)
+    if codes[0] == "S0 I" and not plain_loss:
+        assert (8, 6) not in modes[1].seen
+
+
+@pytest.mark.ranks(4, pool=True)
+def test_flops_of_backward_are_those_of_this_rank() -> None:
+    x, w = _data(("S0 I", "I I"))[1]
+    with FlopCounterMode(display=False) as counter:
+        (x @ w).sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * 8 * 6 * 6 // 2
+
+
+@pytest.mark.ranks(4, pool=True)
+@pytest.mark.parametrize("code", ["S0 I", "P I", "R I", "S1 S0"])
+def test_a_dtensor_as_gradient_of_a_plain_tensor_is_the_whole(code: str) -> None:
+    value = torch.arange(48.0).view(8, 6)
+    grad = distribute_tensor(value, cached_mesh(2, 2), placements(code))
+    for call in (
+        lambda x: (x * 2).backward(grad),
+        lambda x: torch.autograd.backward([x * 2], [grad]),
+        lambda x: setattr(x, "grad", torch.autograd.grad(x * 2, x, grad)[0]),
+        lambda x: setattr(x, "grad", torch.func.vjp(lambda a: a * 2, x.detach())[1](grad)[0].detach()),
+    ):
+        x = torch.zeros(8, 6, requires_grad=True)
+        call(x)
+        assert torch.equal(x.grad, 2 * value)  # type: ignore[arg-type]
+
+
+@pytest.mark.ranks(4, pool=True)
+@pytest.mark.parametrize("codes", ["S0 I", "P I", "R I", "S1 S0"])
+def test_gradient_edges_know_what_they_belong_to(codes: str) -> None:
+    found = []
+    for x, _ in _data((codes, "I I")):
+        y = x * 2
+        edge = torch.autograd.graph.get_gradient_edge(y)
+        inner = torch.autograd.grad(y.pow(2).sum(), [edge, x], retain_graph=True)
+        outer = torch.autograd.grad([edge], [x], [torch.ones_like(y)])
+        found.append([g.full_tensor() if isinstance(g, DTensor) else g for g in (*inner, *outer)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
-from vescale_dtensor import DTensor, distribute_tensor, implicit_communication
+from vescale_dtensor import DTensor, Shard, distribute_tensor, implicit_communication
+from vescale_dtensor.errors import UnsupportedOperationError
 from vescale_testing import cached_mesh
 from vescale_testing.oracle import check_op, placements, random_codes
 
@@ -201,3 +203,25 @@ def test_plain_tensors_pass_through_and_the_class_keeps_its_name() -> None:
     z = Identity.apply(d)
     assert isinstance(z, DTensor)
     assert type(z.grad_fn).__name__ == "IdentityBackward"
+
+
+@pytest.mark.ranks(4, pool=True)
+def test_dtensors_made_of_plain_tensors_are_refused() -> None:
+    mesh = cached_mesh(4)
+
+    class Place(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any) -> Any:
+            return distribute_tensor(x, mesh, [Shard(0)]) * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: Any) -> Any:
+            return grad * 2  # of this rank's part
+
+    x = torch.randn(8, 2, requires_grad=True)
+    with pytest.raises(UnsupportedOperationError, match=r"Place.apply made a DTensor of plain tensors"):
+        Place.apply(x)
+    place = lambda x: distribute_tensor(x, mesh, [Shard(0)]) * 2  # noqa: E731
+    with pytest.raises(UnsupportedOperationError, match="pass use_reentrant=False to torch"):
+        checkpoint(place, x, use_reentrant=True)
+    assert Place.apply(x.detach()).shape == (8, 2), "without gradients nothing is lost"

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from vescale_dtensor import DTensor, distribute_tensor, implicit_communication
+from vescale_dtensor.errors import UnsupportedOperationError
 from vescale_testing import cached_mesh
 from vescale_testing.oracle import placements
 
@@ -81,3 +82,15 @@ def test_post_accumulate_hook_gets_the_parameter() -> None:
     with implicit_communication("allow"):
         (x * x).sum().backward()
     assert seen == [(True, DTensor, (8, 6))]
+
+
+@pytest.mark.ranks(4, pool=True)
+def test_hooks_that_are_not_full_are_refused() -> None:
+    plain, ours = _modules()
+    for module, x in zip((plain, ours), _inputs(), strict=True):
+        module.register_backward_hook(lambda module, grad_input, grad_output: None)
+        if isinstance(x, DTensor):
+            with pytest.raises(UnsupportedOperationError, match="register_full_backward_hook"):
+                module(x)
+        else:
+            module(x).sum().backward()

@@ -101,3 +101,29 @@ def test_torch_still_judges_the_matrices() -> None:
     x = distribute_tensor(_values(4, 3, 2), cached_mesh(4), [Shard(0)])
     with implicit_communication("allow"), pytest.raises(RuntimeError, match="square"):
         linalg.inv(x)
+
+
+@pytest.mark.ranks(4, pool=True)
+@pytest.mark.parametrize("shape", [(3, 5, 3), (3, 3, 5), (3, 3, 3)], ids=str)
+def test_batches_too_small_for_all_ranks(shape: tuple[int, ...]) -> None:
+    """A rank without matrices factors one that is made up, which must not be singular."""
+    x = _values(*shape)
+    for fn in (linalg.lu_factor, linalg.svdvals, lambda x: linalg.qr(x).R, linalg.pinv):
+        check_op(fn, [x], ["S0"], cached_mesh(4))
+
+
+@pytest.mark.ranks(4, pool=True)
+def test_norms_of_empty_matrices() -> None:
+    with implicit_communication("allow"):
+        for order in (1, "fro", "nuc"):
+            check_op(lambda x, order=order: linalg.matrix_norm(x, order), [_values(5, 0)], ["S0"], cached_mesh(4))
+
+
+@pytest.mark.ranks(4, pool=True)
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("codes", ["S0", "S1", "P"])
+def test_weight_norm_moves_no_weights(dim: int, codes: str) -> None:
+    v, g = _values(5, 6), torch.norm_except_dim(_values(5, 6, seed=1), 2, dim)
+    with implicit_communication("error"):
+        check_op(lambda v: torch.norm_except_dim(v, 2, dim), [v], [codes], cached_mesh(4))
+        check_op(lambda v, g: torch._weight_norm(v, g, dim), [v, g], [codes, "I"], cached_mesh(4))

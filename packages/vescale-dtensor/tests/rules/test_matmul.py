@@ -83,3 +83,13 @@ def test_a_product_that_would_resize_its_first_argument() -> None:
 
 def _codes(ndim: int) -> st.SearchStrategy[str]:
     return st.tuples(*[st.sampled_from([*(f"S{d}" for d in range(ndim)), "I", "R", "P"])] * 2).map(" ".join)
+
+
+@pytest.mark.ranks(4, pool=True)
+@pytest.mark.parametrize("added", [(1,), (), (5,)], ids=str)
+def test_rows_are_too_few_for_all_ranks(added: tuple[int, ...]) -> None:
+    """torch gives no rows the shape of what is added."""
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(s, generator=generator, dtype=torch.float64) for s in (added, (5, 3), (3,))]
+    with implicit_communication("allow"):
+        check_op(torch.addmv, values, ["I", "S0", "I"], cached_mesh(4))

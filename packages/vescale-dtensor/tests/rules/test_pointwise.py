@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vescale_dtensor import DTensor, distribute_tensor, implicit_communication
+from vescale_dtensor import DTensor, distribute_tensor, implicit_communication, plain_tensors
 from vescale_dtensor.errors import PlainTensorError, UnsupportedOperationError
 from vescale_testing import cached_mesh
 from vescale_testing.oracle import check_op, compare, placements, random_codes
@@ -152,6 +152,11 @@ def test_out() -> None:
     plain = torch.empty(6, 5, dtype=torch.float64)
     torch.mul(d, d, out=plain)
     assert torch.equal(plain, x * x)
+    integers = distribute_tensor(torch.empty(6, 5, dtype=torch.int64), mesh, placements("S0"))
+    with pytest.raises(RuntimeError, match="can't be cast"):
+        torch.add(d, d, out=integers)
+    with pytest.raises(RuntimeError, match="don't support automatic differentiation"):
+        torch.add(d, d.clone().requires_grad_(), out=out)
 
 
 @pytest.mark.ranks(4, pool=True)
@@ -181,3 +186,38 @@ def test_a_tensor_that_lends_its_dtype_may_lie_anyhow(codes: str, other: str) ->
             ours = convert(distribute_tensor(x, mesh, placements(codes)), lender)
             assert ours.placements == tuple(placements(codes))
             compare(ours, x.float(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.ranks(4, pool=True)
+@pytest.mark.parametrize("codes", ["S0", "S1", "I"])
+def test_where_of_a_condition_alone(codes: str) -> None:
+    """It gives positions, as `nonzero` does; models find the tokens of an expert so."""
+    condition = torch.tensor([[0, 1, 0], [1, 1, 0], [0, 0, 0], [0, 0, 1], [1, 0, 0]])
+    x = distribute_tensor(condition, cached_mesh(4), placements(codes))
+    with implicit_communication("allow"):
+        found = [torch.where(x), torch.where(condition=x), torch.ops.aten.where(x), x.nonzero(as_tuple=True)]
+    for rows, columns in found:
+        assert rows.full_tensor().tolist() == [0, 1, 1, 3, 4]
+        assert columns.full_tensor().tolist() == [1, 0, 1, 2, 0]
+
+
+@pytest.mark.ranks(4, pool=True)
+@pytest.mark.parametrize(
+    ("x", "weight"), [((3, 5, 5), (5,)), ((2, 3, 4), (3,)), ((6,), (1,)), ((4, 6), (1,)), ((), (1,))], ids=str
+)
+def test_prelu_has_a_slope_per_channel(x: tuple[int, ...], weight: tuple[int, ...]) -> None:
+    values = _positive(*x, seed=1) - 1, _positive(*weight, seed=2) - 1
+    for codes in random_codes(values, 2, seed=len(x), count=4):
+        with implicit_communication("allow"):
+            check_op(F.prelu, values, codes, cached_mesh(2, 2))
+
+
+@pytest.mark.ranks(4, pool=True)
+@pytest.mark.parametrize("codes", ["S0", "S1", "P", "I"])
+def test_a_sparse_operand_meets_the_whole_tensor(codes: str) -> None:
+    x = _positive(4, 4)
+    d = distribute_tensor(x, cached_mesh(4), placements(codes))
+    sparse = torch.eye(4, dtype=torch.float64).to_sparse()
+    with implicit_communication("allow"), plain_tensors("replicate"):
+        compare([sparse @ d, d + sparse], [x, x + torch.eye(4, dtype=torch.float64)])
+        torch.testing.assert_close((d * sparse).to_dense(), x * torch.eye(4, dtype=torch.float64))

@@ -102,3 +102,11 @@ def test_results_keep_their_names() -> None:
     assert x.sort(0).indices.shape == (8, 5)
     assert x.max(1).values.shape == (8,)
     compare(x.topk(2, dim=0).values, x.full_tensor().topk(2, dim=0).values)
+
+
+@pytest.mark.ranks(4, pool=True)
+@pytest.mark.parametrize("codes", ["S0", "P"])
+def test_bounds_may_be_tensors(codes: str) -> None:
+    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    with implicit_communication("allow"):
+        check_op(lambda x: torch.histc(x, 4, x.min(), x.max()), [x], [codes], cached_mesh(4), grad=False)

@@ -265,7 +265,7 @@ def test_functions_on_memory() -> None:
     sharded = distribute_tensor(x, mesh, [Shard(0)])
     for write in (
         lambda t: t.as_strided((2,), (1,)), lambda t: t.resize_(2, 2), lambda t: t.as_strided_((2,), (1,)),
-        lambda t: t.set_(t), lambda t: x.set_(t),
+        lambda t: x.set_(t), lambda t: t.set_(x),
     ):  # fmt: skip
         with pytest.raises(UnsupportedOperationError):
             write(sharded)

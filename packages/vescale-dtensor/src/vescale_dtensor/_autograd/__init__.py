@@ -4,7 +4,7 @@ The engine hands out plain local gradients and local saved tensors. Here they ar
 user code sees them, and what it returns is turned into local parts of the right type again.
 """
 
-from . import checkpoints, function, module_hooks
+from . import checkpoints, engine, function, module_hooks
 
 
 def install() -> None:
@@ -12,6 +12,7 @@ def install() -> None:
     function.install()
     module_hooks.install()
     checkpoints.install()
+    engine.install()
 
 
 __all__ = ["install"]

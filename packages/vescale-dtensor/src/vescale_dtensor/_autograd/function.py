@@ -31,6 +31,7 @@ _Specs = tuple[Spec | None, ...]
 
 _bridges: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
 _has_setup_context = Function.setup_context
+_PACKAGE = __name__.partition(".")[0]
 _once_differentiable_code = once_differentiable(lambda ctx: None).__code__
 
 
@@ -167,6 +168,18 @@ def _labelled_output(value: Any, spec: Spec | None) -> Any:
     return label_one(value, spec)
 
 
+def _refuse_dtensors(cls: type[Function], result: Any) -> None:
+    """Refuse DTensors that a user's Function made of plain tensors: its backward would get local parts for them."""
+    for value in _as_tuple(result):
+        if value.__class__ is DTensor and value.requires_grad and not cls.__module__.startswith(_PACKAGE):
+            checkpoint = cls.__name__ == "CheckpointFunction"
+            instead = "pass use_reentrant=False to torch.utils.checkpoint" if checkpoint else "make it of DTensors"
+            raise UnsupportedOperationError(
+                f"{cls.__name__}.apply made a DTensor of plain tensors; its backward would see only this rank's part "
+                f"of the gradient, as if it were the whole. Distribute its arguments before the call, or {instead}"
+            )
+
+
 def install() -> None:
     """Make `Function.apply` aware of DTensors; may be called again."""
     current = Function.__dict__["apply"]
@@ -178,13 +191,24 @@ def install() -> None:
         for value in (*args, *kwargs.values()) if kwargs else args:
             if value.__class__ is DTensor:
                 if _on():
-                    if slot.recorder is not None:
+                    if slot.active and slot.recorder is not None:
                         slot.recorder.refuse(f"{cls.__name__}.apply runs Python on DTensors")
                     return _apply_bridge(cls, original, args, kwargs)
                 break
-        if slot.recorder is not None:
+        if slot.active and slot.recorder is not None:
             return slot.recorder.atomic(cls.apply, args, kwargs)
-        return original(cls, *args, **kwargs)
+        try:
+            result = original(cls, *args, **kwargs)
+        except RuntimeError as error:
+            if torch._C._are_functorch_transforms_active() and cls.__module__.startswith(_PACKAGE):
+                raise UnsupportedOperationError(
+                    "communication of a DTensor cannot be transformed by torch.vmap or torch.func: take full_tensor() "
+                    "before the transform, or detach() the DTensor"
+                ) from error
+            raise
+        if result.__class__ is DTensor or result.__class__ is tuple:
+            _refuse_dtensors(cls, result)
+        return result
 
     apply.__doc__, apply._vescale_wrapped = original.__doc__, original  # type: ignore[attr-defined]
     Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]

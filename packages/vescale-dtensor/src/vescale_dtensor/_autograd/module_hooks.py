@@ -11,9 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import BackwardHook
 
 from .._tensor import DTensor
+from ..errors import UnsupportedOperationError
 from .function import labelled, specs_of, unlabelled
 
 
@@ -51,3 +54,19 @@ def install() -> None:
 
     _apply_on_tensors._vescale_wrapped = original  # type: ignore[attr-defined]
     BackwardHook._apply_on_tensors = _apply_on_tensors  # type: ignore[method-assign]
+    _refuse_old_hooks()
+
+
+def _refuse_old_hooks() -> None:
+    """Refuse the hooks of `register_backward_hook`, which hang on a node that is not the module's."""
+    original: Callable[..., Any] = nn.Module._maybe_warn_non_full_backward_hook
+
+    def warn(self: Any, inputs: Any, result: Any, grad_fn: Any) -> None:
+        if any(t.__class__ is DTensor for t in tree_leaves((inputs, result))):
+            raise UnsupportedOperationError(
+                f"a hook of {type(self).__name__}.register_backward_hook would see only this rank's part of the "
+                "gradients of DTensors; use register_full_backward_hook"
+            )
+        original(self, inputs, result, grad_fn)
+
+    nn.Module._maybe_warn_non_full_backward_hook = warn  # type: ignore[method-assign]

@@ -20,9 +20,10 @@ from .._order import keep_order, loses_order
 from .._spec import Spec, replicated, spec_of
 from .._tap import alias
 from .._tensor import DTensor
+from ..errors import UnsupportedOperationError
 from ..placements import AxisTypes, I, R
 from . import policy
-from .call import Call, LocalFunction, Rewrite, Rule, Strategy
+from .call import Call, LocalFunction, Rewrite, Rule, Strategy, function_name
 from .copies import before_write, mark_copies
 from .irregular import derived
 from .solve import solve, unwanted
@@ -103,11 +104,15 @@ def miss(
 ) -> Entry:
     """Make the entry for one kind of call."""
     call = Call(func, args, kwargs)
+    if any(p and t.layout != torch.strided for p, t in zip(call.plain, call.operands, strict=True)):
+        raise NoRule
     answer = rule(call)
     if answer is None:
         raise NoRule
     strategies = list(answer.strategies)
     num_in, num_out = len(call.specs), len(answer.shapes)
+    if any(len(s.ins) != num_in for s in strategies):  # a number given as a tensor, say
+        raise NoRule
     if answer.uniform and any(s.irregular for s in call.specs):
         strategies += derived(call, strategies, answer.shapes)
     if answer.replicated_ok:
@@ -243,6 +248,10 @@ def _moved(value: Any, path: tuple[Any, ...], types: AxisTypes, e: Entry) -> Any
 
 def as_replicated(value: Tensor, e: Entry) -> DTensor:
     """Label an alias of a plain tensor as the same on every rank."""
+    if value.layout != torch.strided:
+        raise UnsupportedOperationError(
+            f"{e.name} of a {value.layout} tensor beside a sharded one has no rule; use to_dense() or full_tensor()"
+        )
     return tag(alias(value), replicated(e.outs[0].mesh, value.shape))
 
 
@@ -482,6 +491,11 @@ def out_variant(handler: Handler, func: Any, args: tuple[Any, ...], kwargs: dict
     """Handle `out=`: compute, then copy into the given tensors, which keep their layout."""
     rest = dict(kwargs)
     out = rest.pop("out")
+    if _grad_enabled() and any(t.requires_grad for t in tensors_in((args, out), rest)):
+        raise RuntimeError(
+            f"{function_name(func)}: functions with out=... arguments don't support automatic differentiation, but one "
+            "of the arguments requires grad"
+        )
     ours = any(isinstance(t, DTensor) for t in tensors_in(args, rest))
     result = handler(func, args, rest) if ours else func(*args, **rest)
     targets = list(out) if isinstance(out, list | tuple) else [out]
@@ -492,6 +506,10 @@ def out_variant(handler: Handler, func: Any, args: tuple[Any, ...], kwargs: dict
                 if not isinstance(value, DTensor):
                     policy.check_plain("out=", tuple(value.shape))
                     value = tag(value, replicated(target._spec.mesh, value.shape))
+                if not torch.can_cast(value.dtype, target.dtype):
+                    raise RuntimeError(
+                        f"result type {value.dtype} can't be cast to the desired output type {target.dtype}"
+                    )
                 if target._spec.shape != value._spec.shape:
                     _run(Tensor.resize_, (), (target, value._spec.local_shape), {})
                     target._spec = value._spec

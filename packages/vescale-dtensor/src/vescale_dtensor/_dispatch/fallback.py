@@ -24,12 +24,14 @@ from ..placements import I, R
 from . import policy
 from .call import Call, function_name
 from .copies import before_write, mark_copies, share_memory
-from .engine import tag
+from .engine import out_variant, tag
 from .solve import unwanted
 
 
 def gather_fallback(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `func` on whole tensors."""
+    if kwargs.get("out") is not None:
+        return out_variant(gather_fallback, func, args, kwargs)
     call = Call(func, args, kwargs)
     whole = (I,) * call.mesh.ndim
     for operand, plain in zip(call.operands, call.plain, strict=True):

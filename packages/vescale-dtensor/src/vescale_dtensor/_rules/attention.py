@@ -21,6 +21,7 @@ from .._dispatch.fallback import gather_fallback
 from .._dispatch.table import register
 from .._mesh import Axes
 from .._spec import Spec, replicated
+from .._tap import alias
 from .._tensor import DTensor
 from ..placements import P, R
 from ._ring import Deal, Ring, RingAttention, dealt
@@ -178,7 +179,7 @@ def _ring(ins: list[Spec], axes: Axes, bound: dict[str, Any], *, grouped: bool) 
 
     def local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         given: list[Any] = [args[i] if len(args) > i else kwargs.get(n) for i, n in enumerate(_NAMES.split()[:4])]
-        query, key, value, mask = [t.as_subclass(Tensor) if isinstance(t, Tensor) else None for t in given]
+        query, key, value, mask = [alias(t) if isinstance(t, Tensor) else None for t in given]
         if causal and mask is not None:
             raise RuntimeError("Explicit attn_mask should not be set when is_causal=True")
         if not deal:

@@ -21,7 +21,7 @@ _has_symbolic_sizes_strides names
 """
 
 _METHODS = """
-requires_grad_ retain_grad is_floating_point is_complex is_contiguous data_ptr storage_offset untyped_storage
+requires_grad_ retain_grad is_floating_point is_complex is_contiguous storage_offset untyped_storage
 _storage element_size get_device is_inference is_pinned is_signed __hash__ register_post_accumulate_grad_hook
 has_names is_shared share_memory_ is_conj is_neg __dlpack_device__ dim_order _is_view detach_ is_coalesced type_
 is_set_to

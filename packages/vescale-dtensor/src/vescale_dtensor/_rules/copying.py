@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import _mesh, _spec, _tensor
-from .._comm.move import move
+from .._comm.move import forget_casts, move
 from .._dispatch import policy
 from .._dispatch.copies import before_write
 from .._dispatch.engine import tag
@@ -95,7 +95,7 @@ def set_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x._spec = y._spec
         if grad is not None:
             _run(Tensor.grad.__set__, (), (x, kept), {})  # type: ignore[union-attr]
-    x.__dict__.pop("_casts", None)
+    forget_casts(x)
 
 
 register("copy_", copy_)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from .._comm.move import move, strip
 from .._dispatch import policy
@@ -26,7 +27,6 @@ from ..placements import R
 _run = torch._C._disabled_torch_function_impl
 _requires_grad = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _local_backward = torch.autograd.backward
-_engine = torch.autograd.graph._engine_run_backward
 _backward = enter(torch.autograd.backward)  # type: ignore[arg-type]
 _grad = enter(torch.autograd.grad)  # type: ignore[arg-type]
 
@@ -41,6 +41,17 @@ def _bind(names: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str
     bound = dict(zip(names.split(), args, strict=False))
     bound.update(kwargs)
     return bound
+
+
+class LabelledEdge(GradientEdge):
+    """The gradient edge of a DTensor, which the engine knows the local part of only."""
+
+    spec: Spec
+
+
+def _spec_of(x: Any) -> Spec | None:
+    """Spec of a DTensor, or of the one that an edge belongs to."""
+    return x._spec if isinstance(x, DTensor) else x.spec if isinstance(x, LabelledEdge) else None
 
 
 def seed(root: DTensor) -> Tensor:
@@ -67,19 +78,25 @@ def _seeds(roots: Sequence[Any], grads: list[Any] | None) -> list[Any]:
     grads = grads if grads is not None else [None] * len(roots)
     seeds = []
     for root, grad in zip(roots, grads, strict=True):
-        if not isinstance(root, DTensor):
+        spec = _spec_of(root)
+        if spec is None:
             seeds.append(grad.full_tensor() if isinstance(grad, DTensor) else grad)
+        elif grad is None and isinstance(root, LabelledEdge):
+            raise RuntimeError("the gradient edge of a DTensor needs its gradient given; pass grad_outputs")
         elif grad is None:
             seeds.append(seed(root) if _run(_requires_grad, (), (root,), {}) else None)
         else:
-            seeds.append(local_gradient(grad, root._spec))
+            seeds.append(local_gradient(grad, spec))
     return seeds
 
 
 def _locals(tensors: Sequence[Any]) -> list[Any]:
     # Checkpoints call backward within backward, where grad mode is off and an alias would lose its graph.
     with torch.enable_grad():
-        return [strip(t) if isinstance(t, DTensor) else t for t in tensors]
+        return [
+            strip(t) if isinstance(t, DTensor) else GradientEdge(*t) if isinstance(t, LabelledEdge) else t
+            for t in tensors
+        ]
 
 
 class _as_in_forward:
@@ -101,7 +118,9 @@ def tensor_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         # loss.backward(): straight into the engine, which takes a DTensor as the local tensor that it is.
         seeds = (seed(args[0]),)
         with _as_in_forward():
-            _engine(args, seeds, False, False, (), allow_unreachable=True, accumulate_grad=True)
+            torch.autograd._engine_run_backward(  # type: ignore[attr-defined]
+                args, seeds, False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
         return
     bound = _bind("self gradient retain_graph create_graph inputs", args, kwargs)
     autograd_backward(
@@ -151,8 +170,8 @@ def autograd_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     with _as_in_forward():
         grads = _grad(_locals(roots), inputs, _seeds(roots, _many(bound.get("grad_outputs"))), **rest)
     return tuple(
-        label_one(g, i._spec.dual) if isinstance(g, Tensor) and isinstance(i, DTensor) else g
-        for g, i in zip(grads, inputs, strict=True)
+        label_one(g, spec.dual) if isinstance(g, Tensor) and spec is not None else g
+        for g, spec in zip(grads, map(_spec_of, inputs), strict=True)
     )
 
 

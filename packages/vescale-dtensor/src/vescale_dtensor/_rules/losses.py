@@ -62,7 +62,7 @@ def _sum_over(x: Tensor, mesh: MeshInfo, axes: Axes) -> Tensor:
     """Sum of a tensor that needs no gradient over the ranks of `axes`."""
     if not axes or mesh.size_of(axes) == 1:
         return x
-    if slot.recorder is not None:
+    if slot.active and slot.recorder is not None:
         return slot.recorder.atomic(_sum_over, (x, mesh, axes), {})  # type: ignore[no-any-return]
     work, finish = AllReduce(mesh, axes).start(x)
     if work is not None:
@@ -330,6 +330,7 @@ def _usual_loss(task: _Task) -> Callable[[Tensor, Tensor], Tensor | None] | None
             return None
         total, count = _nll_loss_forward(logarithms, target, None, 2, ignore)  # 2: the sum
         if reducer is not None:
+            count = count.clone()  # autograd has saved the count itself
             reducer.run_in_place(count)
         return torch.div(total, count)
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import string
 from collections.abc import Sequence
+from typing import Any
 
-from .._dispatch.call import Call, Rule, Shape, Strategy
+from .._dispatch.call import Call, LocalFunction, Rule, Shape, Strategy
 from .._dispatch.table import keyed
+from .._spec import Spec
 from ..placements import P, R
 
 
@@ -124,7 +126,21 @@ def addmm_rule(call: Call) -> Rule | None:
             own = to - len(shape) + added.ndim
             first = own if own >= 0 and added.shape[own] == shape[to] else R
         strategies.append(Strategy((first, *s.ins), s.outs))
-    return Rule([shape], strategies, uniform=True)
+    return Rule([shape], strategies, _expand_first if call.name.startswith("addmv") else None, uniform=True)
+
+
+def _expand_first(ins: list[Spec], outs: list[Spec]) -> LocalFunction | None:
+    """`addmv` of no rows gives the shape of what is added, where that is broadcast: it is expanded first."""
+    shape = outs[0].local_shape
+    if 0 not in shape or ins[0].local_shape == shape:
+        return None
+
+    def local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return func(args[0].expand(shape), *args[1:], **kwargs)
+        return func(**{**kwargs, "input": kwargs["input"].expand(shape)})
+
+    return local
 
 
 def einsum_rule(call: Call) -> Rule | None:

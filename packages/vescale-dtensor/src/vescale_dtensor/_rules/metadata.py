@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._comm.move import forget_casts
 from .._dispatch.call import function_name, normalize_dim
 from .._dispatch.copies import before_write
 from .._dispatch.engine import label_one
@@ -19,6 +20,7 @@ from .._dispatch.table import register
 from .._spec import Spec, spec_of
 from .._tensor import DTensor
 from ..errors import UnsupportedOperationError
+from .copying import set_data
 from .views import squeezed_dims, swapped
 
 _run = torch._C._disabled_torch_function_impl
@@ -56,7 +58,7 @@ def _in_place(
         _run(func, (), (x, *local(spec, rest)), {})
         place = {d: i for i, d in enumerate(dims)}
         shape = [1 if d is None else spec.shape[d] for d in dims]
-        x.__dict__.pop("_casts", None)
+        forget_casts(x)
         x._spec = spec_of(spec.mesh, shape, tuple(place[t] if t >= 0 else t for t in spec.types))
         return x
 
@@ -126,19 +128,25 @@ def resize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if function_name(func).startswith("resize_as"):
         func, rest = Tensor.resize_, (torch.Size(args[1].shape),)
     _run(func, (), (x, *rest), kwargs)
-    x.__dict__.pop("_casts", None)
+    forget_casts(x)
     x._spec = spec_of(spec.mesh, _run(Tensor.size, (), (x,), {}), spec.types)
     return x
 
 
-def refuse_set(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`set_`: would exchange the memory under a spec that does not fit it."""
-    raise UnsupportedOperationError(
-        f"{function_name(func)} would exchange the memory of a tensor without regard to placements; "
-        "assign with copy_, or `x.data = value`"
-    )
+def set_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`x.set_(y)`: `x` takes the memory of `y`, and with it the layout. Offsets and sizes in memory are refused."""
+    x, *rest = args
+    if not isinstance(x, DTensor) or len(rest) != 1 or not isinstance(rest[0], DTensor) or kwargs:
+        raise UnsupportedOperationError(
+            f"{function_name(func)} would exchange the memory of a tensor without regard to placements; "
+            "assign with copy_, or `x.data = value`"
+        )
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise RuntimeError("set_ changes a tensor that requires grad in place; call it under torch.no_grad()")
+    set_data(func, (x, rest[0]), {})
+    return x
 
 
 register("as_strided as_strided_copy", as_strided)
 register("resize_ resize_as_ as_strided_", resize)
-register("set_", refuse_set)
+register("set_", set_)

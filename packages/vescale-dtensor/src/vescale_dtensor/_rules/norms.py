@@ -106,6 +106,8 @@ def matrix_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return torch.linalg.vector_norm(x, 2, (rows, columns), keepdim, dtype=dtype)
     if isinstance(order, int | float) and abs(order) in (1, _INF):
         inner, outer = (rows, columns) if abs(order) == 1 else (columns, rows)
+        if x.shape[outer] == 0:
+            return gather_fallback(func, args, kwargs)  # torch knows a value for some of these
         sums = torch.linalg.vector_norm(x, 1, inner, True, dtype=dtype)
         found = (torch.amax if order > 0 else torch.amin)(sums, outer, True)
         return found if keepdim else found.squeeze((rows, columns))
@@ -177,6 +179,27 @@ def _without(call: Call, shape: tuple[int, ...], dim: int, *, keepdim: bool) -> 
     return Rule([red.out], kept)
 
 
+def norm_except_dim(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`norm_except_dim(v, pow, dim)`, by which weight norm starts: the vector norm over all other dims."""
+    return _norm_except_dim(*args, **kwargs)
+
+
+def _norm_except_dim(v: Any, pow: int = 2, dim: int = 0) -> Any:
+    if dim == -1:
+        return torch.linalg.vector_norm(v, pow)
+    others = [d for d in range(v.ndim) if d != normalize_dim(dim, v.ndim)]
+    return torch.linalg.vector_norm(v, pow, others, keepdim=True) if others else v.abs()
+
+
+def weight_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`_weight_norm(v, g, dim)`: v times g over the norm of v."""
+    return _weight_norm(*args, **kwargs)
+
+
+def _weight_norm(v: Any, g: Any, dim: int = 0) -> Any:
+    return v * (g / _norm_except_dim(v, 2, dim))
+
+
 def _spectral_signature(input: Tensor, ord: Any, dim: Any, keepdim: bool, dtype: Any) -> tuple[Any, ...]:
     return input, ord, dim, keepdim, dtype
 
@@ -186,6 +209,8 @@ unary("linalg.vector_norm", _vector, vector_norm_rule)
 register("linalg.norm", linalg_norm)
 register("linalg.matrix_norm", matrix_norm)
 register("dist", dist)
+register("norm_except_dim", norm_except_dim)
+register("_weight_norm", weight_norm)
 keyed("cdist", cdist_rule, inplace=False)
 keyed("cosine_similarity", along_dim_rule, inplace=False)
 keyed("pairwise_distance", pairwise_distance_rule, inplace=False)

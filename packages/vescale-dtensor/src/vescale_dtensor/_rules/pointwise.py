@@ -92,6 +92,27 @@ def _where(call: Call) -> list[Strategy]:
 _PENDING = {"": _never, "unary": _unary, "add": _add, "mul": _mul, "div": _div, "where": _where}
 
 
+def where_rule(call: Call) -> Rule | None:
+    """`where(condition, input, other)`; `where(condition)` gives positions, whose number the values decide."""
+    return _choice(call) if len(call.args) + len(call.kwargs) > 1 else None
+
+
+_choice = _rule("where")
+
+
+def prelu_rule(call: Call) -> Rule | None:
+    """`prelu`: the weight holds one slope for all elements, or one per channel, which is dim 1 and not the last."""
+    if len(call.specs) != 2:
+        return None
+    out, weight = tuple(call.shape), call.specs[1]
+    channels = out[1] if len(out) > 1 else 1
+    if weight.numel != 1 and tuple(weight.shape) != (channels,):
+        call.on_meta()  # torch's own error
+        return None
+    shared = weight.numel == 1
+    return Rule([out], [Strategy((d, R if shared or d != 1 else 0), (d,)) for d in range(len(out))], uniform=True)
+
+
 def conversion_rule(call: Call) -> Rule:
     """`to`, `float`, `type` and the like: linear between floating types; the device must stay the mesh's.
 
@@ -151,7 +172,7 @@ _NOT_LINEAR = """
 abs absolute sin cos tan exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal sigmoid tanh square pow
 float_power asin acos atan arcsin arccos arctan sinh cosh asinh acosh atanh arcsinh arccosh arctanh sinc atan2
 arctan2 relu gelu silu elu celu selu leaky_relu hardtanh hardswish hardsigmoid softplus mish relu6 logsigmoid
-log_sigmoid prelu threshold hardshrink softshrink tanhshrink softsign erf erfc erfinv erfcx floor ceil round
+log_sigmoid threshold hardshrink softshrink tanhshrink softsign erf erfc erfinv erfcx floor ceil round
 trunc fix frac sign sgn signbit clamp clamp_min clamp_max clip maximum minimum fmax fmin eq ne lt le gt ge
 greater less greater_equal less_equal not_equal isnan isinf isfinite isposinf isneginf isreal isclose
 logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor bitwise_left_shift
@@ -181,11 +202,12 @@ special.hermite_polynomial_he special.laguerre_polynomial_l special.legendre_pol
 
 pointwise(_NOT_LINEAR, _rule())
 pointwise(_SPECIAL, _rule(), inplace=False)
+pointwise("prelu", prelu_rule, inplace=False)
 pointwise("aten.native_dropout_backward", _rule(), inplace=False)
 pointwise("add sub subtract __add__ __radd__ __sub__ __rsub__ rsub __iadd__ __isub__", _rule("add"))
 pointwise("mul multiply __mul__ __rmul__ __imul__", _rule("mul"))
 pointwise("div divide true_divide __truediv__ __div__ __itruediv__ __idiv__", _rule("div"))
-pointwise("where", _rule("where"), inplace=False)
+pointwise("where", where_rule, inplace=False)
 pointwise(
     "neg negative __neg__ clone conj conj_physical resolve_conj resolve_neg real imag positive __pos__ contiguous zero",
     _rule("unary"),
