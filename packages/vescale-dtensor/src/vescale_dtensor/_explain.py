@@ -21,6 +21,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ._comm import move as _move
+from ._comm.gradients import Bucket
 from ._comm.record import Collective, listeners
 from ._dispatch import engine, fallback
 from ._dispatch.call import function_name
@@ -28,6 +29,8 @@ from ._dispatch.solve import unwanted
 from ._experts.forward import run_experts
 from ._experts.lists import run_block
 from ._modules.forward import Converter
+from ._static.moves import cast, shift
+from ._static.overlap import begin
 from ._tensor import DTensor
 
 _sequence_number = torch._C._autograd._get_sequence_nr
@@ -61,7 +64,8 @@ class Communication:
     line: str
     """`file:line` of the user's code that called the function."""
     cause: str
-    """`operator` (part of its meaning), `redistribute` (asked for), `plan`, `implicit` or `fallback` (nobody asked)."""
+    """`operator` (part of its meaning), `redistribute` (asked for), `plan`, `implicit` or `fallback` (nobody asked),
+    `gradients` (of parameters, in a bucket), `static` (a line of a static program)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +88,12 @@ class explain:
 
     Attributes:
         records: the collectives as `Communication` objects, in order.
+        passes: what was done about the communications of the static programs that ran, by their names.
     """
 
     def __init__(self) -> None:
         self.records: list[Communication] = []
+        self.passes: dict[str, list[str]] = {}
         self._numbers: list[int] = []
         self._sites: list[tuple[_Site, str]] = []
         self._stack: list[tuple[str, str]] = []
@@ -128,7 +134,8 @@ class explain:
             self._stack.pop()
 
     def _here(self, op: str) -> _Site:
-        module, module_class = self._stack[-1] if self._stack else ("", "")
+        place = 0 if op == "bucket" else -1  # it is the outermost module's, not of whoever used it first
+        module, module_class = self._stack[place] if self._stack else ("", "")
         return _Site(op, module, module_class, _user_line())
 
     def _called(self, op: str, cause: str = "operator") -> None:
@@ -223,6 +230,8 @@ class explain:
         lines += ["", f"{len(self.records)} collectives on this rank", *_aligned(totals)]
         if self.implicit:
             lines.append(f"! {len(self.implicit)} were implicit: nobody asked for them; see implicit_communication")
+        for name, notes in self.passes.items():
+            lines += ["", f"static program of {name}", *(notes or ["no pass found anything to do"])]
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -240,6 +249,10 @@ class _Tracer(TorchFunctionMode):
         super().__init__()
         self._owner = owner
 
+    def program_runs(self, name: str, notes: list[str]) -> None:
+        """Take note of a static program; that there is this method tells that the mode only looks on."""
+        self._owner.passes[name] = notes
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not _from_inside():
             self._owner._called(function_name(func))
@@ -254,6 +267,10 @@ _CAUSES = {
     Converter.tensor.__code__: "plan",
     run_experts.__code__: "operator",
     run_block.__code__: "operator",
+    shift.__code__: "static",
+    cast.__code__: "static",
+    begin.__code__: "static",
+    Bucket.__call__.__code__: "gradients",
 }
 
 
@@ -271,7 +288,7 @@ def _cause() -> tuple[str, str]:
                 return cause, frame.f_locals["self"].title
             if cause == "fallback":
                 return cause, function_name(frame.f_locals["func"])
-            return cause, code.co_name
+            return cause, "bucket" if cause == "gradients" else code.co_name
         elif code is engine._execute_general.__code__:
             entry = frame.f_locals["e"]
             if moved is not None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import io
+import weakref
 from collections import OrderedDict
 from typing import Any
 
@@ -14,7 +16,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vescale_dtensor import DTensor, Partial, Replicate, Shard, Varying, distribute_tensor, implicit_communication
+from vescale_dtensor import (
+    DTensor,
+    InterleavedShard,
+    Partial,
+    Replicate,
+    Shard,
+    Varying,
+    distribute_tensor,
+    implicit_communication,
+)
 from vescale_dtensor._dispatch import policy
 from vescale_dtensor._modules import parallelize_module
 from vescale_dtensor.errors import PlainTensorError, PlanError
@@ -313,6 +324,11 @@ BAD_PLANS = {
     "index": ({"forward": {"fc1.input.3": [Shard(0)]}}, r"argument '3' of fc1"),
     "name": ("nanogtp", r"no plan is registered as 'nanogtp' \(did you mean 'nanogpt'"),
     "auto": ("auto", "is made for one module"),
+    "blocks": (
+        {"parameter": {"fc1.bias": [InterleavedShard(0, 3)]}},
+        r"does not fit parameter 'fc1.bias' .*10 positions, which are not 3 equal blocks",
+    ),
+    "pattern": ({"parameter": {3: [Shard(0)]}}, r"plan\['parameter'\] has the key 3; keys are regular expressions"),
     "type": (3, "expected a mapping, the name of a plan, or a list"),
 }
 
@@ -334,6 +350,22 @@ def test_a_forward_placement_that_does_not_fit() -> None:
     with pytest.raises(PlanError, match=r"\['fc1.input'\] does not fit fc1.input.input, a tensor of shape \[2, 3, 6\]"):
         model(batch(2, 3, 6))
     assert policy.state.inside_modules == 0
+
+
+class Scaled(nn.Module):
+    def forward(self, x: Tensor, count: Tensor, extra: dict[str, Tensor]) -> Tensor:
+        return x.sum() / count * extra["scale"]
+
+
+@RANKS
+def test_numbers_among_the_inputs_are_not_cut() -> None:
+    mesh = cached_mesh(4, names=("dp",))
+    arguments = (batch(4, 3), torch.tensor(3.0), {"scale": torch.tensor(2.0)})
+    model = parallelize_module(Scaled(), mesh, {"forward": {"input": {"dp": Shard(0)}}})
+    torch.testing.assert_close(whole(model(*arguments)), Scaled()(*arguments))
+    model = parallelize_module(Scaled(), mesh, {"forward": {"input.count": {"dp": Shard(0)}}})
+    with pytest.raises(PlanError, match=r"does not fit input.count, a tensor of shape \[\]"):
+        model(*arguments)
 
 
 @RANKS
@@ -571,3 +603,14 @@ def test_frozen_and_lazy_modules() -> None:
     out = linear(batch(2, 4))
     assert not out.requires_grad
     assert F.relu(out).placements == (Replicate(),)
+
+
+@RANKS
+def test_a_module_that_went_forward_only_is_freed() -> None:
+    mesh = cached_mesh(2, 2, names=("dp", "tp"))
+    model = parallelize_module(nn.Linear(4, 4), mesh, {"forward": {"input": {"dp": Shard(0)}}})
+    model(torch.ones(4, 4)).sum()  # no backward, which would drop what parameters keep for one
+    weight = weakref.ref(model.weight)
+    del model
+    gc.collect()
+    assert weight() is None

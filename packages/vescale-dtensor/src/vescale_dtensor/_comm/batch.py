@@ -29,7 +29,7 @@ def all_reduce_batch(
         places: mesh and axes to reduce over, one per tensor; no axes leave the tensor as it is.
         op: how to combine.
     """
-    if slot.recorder is not None:
+    if slot.active and slot.recorder is not None:
         reduced: list[Tensor] = slot.recorder.atomic(all_reduce_batch, (list(tensors), list(places), op), {})
         return reduced
     out = list(tensors)

@@ -10,9 +10,10 @@ training step makes many times avoid a Python autograd node:
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -90,11 +91,11 @@ class _Attach(torch.autograd.Function):
 
 def move_local(local: Tensor, source: Spec, types: AxisTypes) -> Tensor:
     """Move a plain local tensor from `source` to `types`; differentiable."""
-    if isinstance(local, _dtensor_class()):  # some backwards return a saved input as the gradient of an empty shard
+    if isinstance(local, dtensor_class()):  # some backwards return a saved input as the gradient of an empty shard
         local = strip(local)
     if source.types == types:
         return local
-    if slot.recorder is not None:
+    if slot.active and slot.recorder is not None:
         moved: Tensor = slot.recorder.atomic(move_local, (local, source, types), {})
         return moved
     steps = plan(source, types)
@@ -108,7 +109,7 @@ def move(x: DTensor, types: AxisTypes) -> DTensor:
     spec = x._spec
     if spec.types == types:
         return x
-    if slot.recorder is not None:
+    if slot.active and slot.recorder is not None:
         return slot.recorder.move(x, types)  # type: ignore[no-any-return]
     if watchers:
         for watch in watchers:
@@ -126,7 +127,7 @@ def move(x: DTensor, types: AxisTypes) -> DTensor:
         y = _Move.apply(strip(x), spec, steps.target)  # type: ignore[no-untyped-call]
     else:
         y = run_plan(strip(x), steps)
-    y.__class__ = _dtensor_class()
+    y.__class__ = dtensor_class()
     y._spec = steps.target
     return y  # type: ignore[no-any-return]
 
@@ -184,7 +185,7 @@ class Pending:
                 y = _Attach.apply(self._source, source, target, y)  # type: ignore[no-untyped-call]
             elif y is self._source:
                 y = y.detach()
-            y.__class__ = _dtensor_class()
+            y.__class__ = dtensor_class()
             y._spec = target  # type: ignore[attr-defined]
             self._result = y  # type: ignore[assignment]
             del self._source
@@ -193,6 +194,26 @@ class Pending:
 
 
 # ------------------------------------------------------------------ the two cheap moves
+
+
+def forget_casts(x: Tensor) -> None:
+    """Drop the casts of a tensor that were kept for others: its gradient has come, or it is another tensor now."""
+    x.__dict__.pop("_casts", None)
+
+
+class Entrance(Protocol):
+    """What casts parameters together (see `_modules.entrance`)."""
+
+    def cast(self, x: DTensor, types: AxisTypes, steps: Plan) -> bool:
+        """Cast a tensor with its bucket, and keep the cast with it; False: it has none."""
+
+
+class _Bucketing(threading.local):
+    entrance: Entrance | None = None
+
+
+bucketing = _Bucketing()
+"""Whose parameters are cast together now, if a parallelized module runs in this thread."""
 
 
 class _ReduceGradient:
@@ -209,7 +230,7 @@ class _ReduceGradient:
     def __call__(self, grad: Tensor | None) -> Tensor | None:
         owner = self.owner()
         if owner is not None:
-            owner.__dict__.pop("_casts", None)
+            forget_casts(owner)
         if grad is None:  # undefined, and so on every rank, as their graphs are alike
             return None
         if grad.requires_grad:  # create_graph=True: stay differentiable
@@ -222,15 +243,18 @@ class _ReduceGradient:
 def _cast(x: DTensor, types: AxisTypes, steps: Plan) -> DTensor:
     casts: dict[AxisTypes, tuple[DTensor, int]] | None = x.__dict__.get("_casts")
     version = _run(_version, (), (x,), {})
-    if casts is None:
-        casts = x.__dict__["_casts"] = {}
-    else:
+    if casts is not None:
         hit = casts.get(types)
         if hit is not None and hit[1] == version:
             return hit[0]
+    if bucketing.entrance is not None and bucketing.entrance.cast(x, types, steps):
+        made: DTensor = x.__dict__["_casts"][types][0]
+        return made
+    if casts is None:
+        casts = x.__dict__["_casts"] = {}
     y: Any = strip(x)
     y.register_hook(_ReduceGradient(weakref.ref(x), steps))
-    y.__class__ = _dtensor_class()
+    y.__class__ = dtensor_class()
     y._spec = steps.target
     casts[types] = (y, version)
     return y  # type: ignore[no-any-return]
@@ -260,7 +284,8 @@ def reduced_types(types: AxisTypes) -> AxisTypes:
 _class: type[DTensor] | None = None
 
 
-def _dtensor_class() -> type[DTensor]:
+def dtensor_class() -> type[DTensor]:
+    """Return `DTensor`, which cannot be imported here."""
     global _class
     if _class is None:
         from .._tensor import DTensor

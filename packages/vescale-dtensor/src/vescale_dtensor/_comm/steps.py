@@ -165,7 +165,7 @@ class AllReduce:
 
     def run_in_place(self, out: Tensor) -> None:
         """Reduce a contiguous tensor where it lies."""
-        if slot.recorder is not None:
+        if slot.active and slot.recorder is not None:
             slot.recorder.atomic(self.run_in_place, (out,), {}, writes=True)
             return
         span = begin("AllReduce")
@@ -319,7 +319,7 @@ class ReduceExtremum:
         self.mesh, self.axes, self.group, self.op = mesh, axes, mesh.group(axes), op
 
     def run(self, out: Tensor) -> Tensor:
-        if slot.recorder is not None:
+        if slot.active and slot.recorder is not None:
             reduced: Tensor = slot.recorder.atomic(self.run, (out,), {}, writes=True)
             return reduced
         note("all_reduce", _bytes(out), self.mesh, self.axes)

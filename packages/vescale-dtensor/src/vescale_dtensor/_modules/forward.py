@@ -24,6 +24,7 @@ from .._tensor import DTensor, make
 from ..errors import PlanError
 from ..placements import AxisTypes, to_axis_types
 from .agreement import digest, disagreements
+from .entrance import Entrance
 from .plan import Axes, Path, Request, merged, nearest
 
 Moved = dict[tuple[int, AxisTypes], DTensor]
@@ -57,7 +58,7 @@ class Converter:
             return value
         moved = {k: self.convert(v, (*path, k), moved_already) for k, v in items}
         changed = {k: moved[k] for k, v in items if moved[k] is not v}
-        return _rebuilt(value, changed) if changed else value
+        return rebuilt(value, changed) if changed else value
 
     def tensor(self, value: Tensor, path: Path, moved_already: Moved | None = None) -> Tensor:
         """Move one tensor."""
@@ -81,6 +82,8 @@ class Converter:
         if spec.mesh is not self.mesh:
             raise PlanError(f"{where} is a DTensor on {spec.mesh!r}, but the module was parallelized for {self.mesh!r}")
         types = list(spec.types)
+        if not spec.ndim and not any(r.path == path for r in self.requests):
+            return tuple(types)  # a number among the tensors that a request for all of them is about
         for axis, placement in enumerate(axes):
             if placement is None:
                 continue
@@ -109,7 +112,7 @@ def children(value: Any) -> list[tuple[str, Any]]:
     return []
 
 
-def _rebuilt(value: Any, changed: dict[str, Any]) -> Any:
+def rebuilt(value: Any, changed: dict[str, Any]) -> Any:
     """A copy of a container with some parts replaced."""
     if isinstance(value, list | tuple):
         items = [changed.get(str(i), v) for i, v in enumerate(value)]
@@ -209,6 +212,7 @@ class Root:
         self.parameters = _parameters(module)[0]
         self.depth = 0
         self.calls = 0
+        self.entrance = Entrance()
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the forward of the module."""
@@ -217,11 +221,13 @@ class Root:
                 self._check_inputs(args, kwargs)
         policy.state.inside_modules += 1
         self.depth += 1
+        self.entrance.enter()
 
     def leave(self) -> None:
         """After it, also when it raised."""
         if self.depth:  # else a hook of the user's raised before `enter`
             self.depth -= 1
+            self.entrance.leave()
             policy.state.inside_modules -= 1
 
     def _check_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,9 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._api import distribute_tensor
-from .._deferred import finish, is_deferred, require_outside
+from .._comm.move import forget_casts
+from .._deferred import finish, gradient, is_deferred, require_outside
 from .._dispatch import policy
 from .._mesh import MeshInfo, mesh_info
+from .._spec import spec_of
 from .._tensor import DTensor
 from ..errors import PlanError
 from ..placements import AxisTypes, P, Placement, Replicate, short, to_axis_types, to_placement
@@ -81,9 +84,8 @@ def parallelize_module(
     targets = _targets(module, info, requests)
     if check and src_data_rank is None:
         _check_parameters(module, info)
-    for owners, names, tensor, types in targets:
-        _replace(owners, names, tensor, types, info, src_data_rank)
-    finish(module)
+    made = {id(target[2]): _replace(*target, info, src_data_rank) for target in targets}
+    finish(module, made)
     root = Root(info, module)
     module._vescale_root = root  # type: ignore[assignment]
     module.register_forward_pre_hook(EnterHook(root), prepend=True, with_kwargs=True)
@@ -95,7 +97,19 @@ def parallelize_module(
     module.register_forward_hook(LeaveHook(root), always_call=True)
     module.register_load_state_dict_pre_hook(align_state_dict)  # type: ignore[no-untyped-call]
     policy.state.modules_exist = 1
+    weakref.finalize(module, _let_go, [weakref.ref(p) for p in module.parameters()]).atexit = False
     return module
+
+
+def _let_go(parameters: Sequence[weakref.ref[Tensor]]) -> None:
+    """Drop what a forward without a backward left at the parameters of a module that is gone.
+
+    A cast holds its parameter by way of autograd, where no garbage collector looks, and the parameter holds the cast.
+    """
+    for reference in parameters:
+        parameter = reference()
+        if parameter is not None:
+            forget_casts(parameter)
 
 
 def read(plan: AnyPlan, module: nn.Module, mesh: MeshInfo, example_inputs: Any = None) -> Requests:
@@ -175,6 +189,7 @@ def _types(names: list[str], tensor: Tensor, requests: list[Request], mesh: Mesh
     ndim = tensor.ndim
     try:
         types = to_axis_types(placements, mesh_ndim=mesh.ndim, ndim=ndim)
+        spec_of(mesh, tensor.shape, types)
     except ValueError as error:
         raise PlanError(f"the plan does not fit {what} {names[0]!r} of shape {list(tensor.shape)}: {error}") from None
     if P in types:
@@ -194,18 +209,20 @@ def _types(names: list[str], tensor: Tensor, requests: list[Request], mesh: Mesh
 
 def _replace(
     owners: list[nn.Module], names: list[str], tensor: Tensor, types: AxisTypes, mesh: MeshInfo, source: int | None
-) -> None:
+) -> DTensor:
     placements = [to_placement(t) for t in types]
     source = None if tensor.is_meta and not is_deferred(tensor) else source
     new = distribute_tensor(tensor, mesh.device_mesh, placements, src_data_rank=source)
     for key, value in tensor.__dict__.items():  # what users attach to parameters
         if key != "_is_param":
             setattr(new, key, value)
-    if tensor.grad is not None:
-        new.grad = distribute_tensor(tensor.grad, mesh.device_mesh, new.grad_placements)
+    grad = gradient(tensor)
+    if grad is not None:
+        new.grad = distribute_tensor(grad, mesh.device_mesh, new.grad_placements)
     for owner, name in zip(owners, names, strict=True):
         held = owner._parameters if name in owner._parameters else owner._buffers
         held[name] = new  # type: ignore[assignment]
+    return new
 
 
 def _check_parameters(module: nn.Module, mesh: MeshInfo) -> None:

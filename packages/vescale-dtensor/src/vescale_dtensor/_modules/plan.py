@@ -80,6 +80,9 @@ def read_plan(plan: Mapping[str, Any], mesh: MeshInfo, *, optional: bool = False
             )
         if not isinstance(plan[name], Mapping):
             raise PlanError(f"plan[{name!r}] = {plan[name]!r}: expected a mapping from patterns to placements")
+        for key in plan[name]:
+            if not isinstance(key, str):
+                raise PlanError(f"plan[{name!r}] has the key {key!r}; keys are regular expressions, as text, of names")
     read = Requests([], [], [])
     for section in ("parameter", "buffer"):
         for key, value in plan.get(section, {}).items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .._comm.move import _cast, _Move, _reduce, _ReduceGradient, needs_grad, run_plan, strip
+from .._comm.move import _cast, _Move, _reduce, _ReduceGradient, needs_grad, run_plan, strip, watchers
 from .._comm.plan import Plan
 
 __all__ = ["cast", "shift"]
@@ -27,6 +27,8 @@ def shift(local: Tensor, steps: Plan) -> Tensor:
         local: of the shape that the source of the plan has here.
         steps: the plan.
     """
+    for watch in watchers:
+        watch()
     kind, gradients = steps.kind, needs_grad(local)
     if not gradients:
         if kind in ("alias", "cast", "relabel"):

@@ -1,0 +1,244 @@
+"""Buckets: parameters that are cast together, and whose gradients are sent together.
+
+A parameter that ranks of a mesh axis hold alike is cast where it meets sharded data: its gradient is a sum over these
+ranks. A cast alone has a hook and a collective of its own (see `move`). Here one autograd node casts a bucket of
+parameters, and its backward sends their gradients at once: as one message where that leaves the bits as they are or
+nobody minds, else as many messages under way together. With several buckets a second node, made first and so run last
+by autograd, waits for all: the messages of one bucket travel while the gradients of the next are computed.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .buffers import Pool
+from .move import dtensor_class, forget_casts, move_local, watchers
+from .plan import Plan
+from .record import begin, end
+from .steps import AllReduce
+
+__all__ = ["Bucket", "Door", "divided", "keeps_bits"]
+
+BUCKET_BYTES = 25 << 20
+"""Bytes of gradients that travel together, about."""
+
+_version = Tensor._version.__get__  # type: ignore[attr-defined]
+Running = tuple[list[dist.Work | None], list[Tensor | None], object]
+"""Works, the gradients that they reduce in place, and the token of a span."""
+
+
+class Bucket:
+    """Parameters whose gradients are summed over the same ranks, and how.
+
+    Args:
+        plans: of the casts, one per parameter; all have reducers over the same axes.
+        merged: whether all gradients travel as one message.
+        waits: whether its backward waits for the sums; False: a `Door` does.
+        pool: where the memory of messages comes from; None: anew in each step.
+        shared: per parameter, whether calls that go back together share a cast, as those of the dynamic path do.
+    """
+
+    def __init__(
+        self, plans: Sequence[Plan], *, merged: bool, waits: bool, pool: Pool | None, shared: Sequence[bool]
+    ) -> None:
+        self.plans, self.merged, self.waits, self.pool = tuple(plans), merged, waits, pool
+        self.__name__ = "bucket"
+        self.kept = [p.target if kept else None for p, kept in zip(plans, shared, strict=True)]
+        """Layouts of the casts that are kept with their parameters."""
+        reducer = plans[0].reducer
+        assert isinstance(reducer, AllReduce)
+        self.reducer = reducer
+        self.running: list[Running] = []
+        """What is under way, for the door."""
+
+    def __repr__(self) -> str:
+        how = "one message" if self.merged else f"{len(self.plans)} messages"
+        return f"<bucket of {len(self.plans)} gradients, {how}>"
+
+    def __call__(self, parameters: list[Tensor], passed: list[Tensor] | None = None) -> Sequence[Tensor]:
+        """Return the casts of parameters; casts that others made before, and have not gone back through, are shared.
+
+        Args:
+            parameters: what is cast.
+            passed: the same after a `Door`; None: there is none.
+        """
+        for watch in watchers:
+            watch()
+        sources = parameters if passed is None else passed
+        holders = [p.__dict__ for p in parameters]
+        if any("_casts" in h for h in holders):
+            return self._with_known(parameters, sources, holders)
+        return self._enter(None, parameters, sources, holders)
+
+    def _with_known(
+        self, parameters: list[Tensor], sources: list[Tensor], holders: list[dict[str, Any]]
+    ) -> Sequence[Tensor]:
+        found = [
+            None if spec is None else _known_cast(holder, spec.types, _version(parameter))
+            for holder, spec, parameter in zip(holders, self.kept, parameters, strict=True)
+        ]
+        missing = [i for i, cast in enumerate(found) if cast is None]
+        if missing:
+            made = self._enter(
+                missing, [parameters[i] for i in missing], [sources[i] for i in missing], [holders[i] for i in missing]
+            )
+            for i, cast in zip(missing, made, strict=True):
+                found[i] = cast
+        return found  # type: ignore[return-value]
+
+    def _enter(
+        self, members: list[int] | None, parameters: list[Tensor], sources: list[Tensor], holders: list[dict[str, Any]]
+    ) -> Sequence[Tensor]:
+        """Cast some of the parameters, None for all, and keep the casts with them."""
+        specs = self.kept if members is None else [self.kept[i] for i in members]
+        owners = [weakref.ref(p) for p, spec in zip(parameters, specs, strict=True) if spec is not None]
+        casts: Sequence[Any] = _Enter.apply(self, members, owners, *sources)  # type: ignore[no-untyped-call]
+        cls = dtensor_class()
+        for holder, spec, cast, parameter in zip(holders, specs, casts, parameters, strict=True):
+            if spec is None:
+                continue
+            cast.__class__ = cls
+            cast._spec = spec
+            known = holder.get("_casts")  # the same parameter may be cast to two layouts
+            if known is None:
+                known = holder["_casts"] = {}
+            known[spec.types] = cast, _version(parameter)
+        return casts
+
+    def start(self, gradients: Sequence[Tensor | None]) -> Running:
+        """Begin to sum gradients; None stays None."""
+        token = begin("AllReduce")
+        present = [g for g in gradients if g is not None]
+        if self.merged and len(present) > 1 and all(g.layout is torch.strided for g in present):
+            works, summed = self._start_merged(present)
+        else:
+            summed = [g.clone(memory_format=torch.contiguous_format) for g in present]
+            works = [self.reducer.start_in_place(s) for s in summed]
+        rest = iter(summed)
+        return works, [None if g is None else next(rest) for g in gradients], token
+
+    def _start_merged(self, gradients: list[Tensor]) -> tuple[list[dist.Work | None], list[Tensor]]:
+        sizes = [g.numel() for g in gradients]
+        one = gradients[0]
+        flat = one.new_empty(sum(sizes)) if self.pool is None else self.pool.take(one, sum(sizes))
+        torch.cat([g.reshape(-1) for g in gradients], out=flat)
+        work = self.reducer.start_in_place(flat)
+        return [work], [part.view(g.shape) for part, g in zip(torch.split(flat, sizes), gradients, strict=True)]
+
+
+class Door:
+    """Through which all parameters of a program pass before they reach their buckets.
+
+    Args:
+        buckets: that do not wait by themselves.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self.buckets = tuple(buckets)
+        self.__name__ = "door"
+
+    def __repr__(self) -> str:
+        return f"<waits for {len(self.buckets)} buckets>"
+
+    def __call__(self, parameters: list[Tensor]) -> Sequence[Tensor]:
+        """Return the parameters, for buckets; their gradients are waited for on the way back."""
+        passed: Sequence[Tensor] = _Pass.apply(self, *parameters)  # type: ignore[no-untyped-call]
+        return passed
+
+
+def keeps_bits(steps: Plan) -> bool:
+    """Whether gradients may share a message without a change of bits: the sum over two ranks has no order."""
+    return steps.source.mesh.size_of(steps.axes) == 2
+
+
+def divided(casts: Sequence[tuple[Plan, Tensor]]) -> list[list[int]]:
+    """Divide casts into buckets by axes, dtype and device, then by size, from the last one backward.
+
+    Args:
+        casts: plans and parameters, in the order of their use.
+
+    Returns:
+        Positions in `casts`, bucket by bucket.
+    """
+    groups: dict[Any, list[list[int]]] = {}
+    sizes = [math.prod(steps.source.local_shape) * parameter.element_size() for steps, parameter in casts]
+    for position in reversed(range(len(casts))):
+        steps, parameter = casts[position]
+        key = steps.source.mesh, steps.axes, parameter.dtype, parameter.device
+        buckets = groups.setdefault(key, [[]])
+        if buckets[-1] and sum(sizes[i] for i in buckets[-1]) + sizes[position] > BUCKET_BYTES:
+            buckets.append([])
+        buckets[-1].append(position)
+    return [members[::-1] for buckets in groups.values() for members in buckets]
+
+
+def wait(running: Running) -> list[Tensor | None]:
+    """Return the sums of gradients once they are there."""
+    works, gradients, token = running
+    for work in works:
+        if work is not None:
+            work.wait()
+    end(token)
+    return gradients
+
+
+def _known_cast(holder: dict[str, Any], types: Any, version: int) -> Tensor | None:
+    hit = holder.get("_casts", {}).get(types)
+    return None if hit is None or hit[1] != version else hit[0]
+
+
+def _forget(owners: Sequence[weakref.ref[Tensor]]) -> None:
+    for owner in owners:
+        parameter = owner()
+        if parameter is not None:
+            forget_casts(parameter)
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, bucket: Bucket, members: list[int] | None, owners: list[weakref.ref[Tensor]], *sources: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.bucket, ctx.members, ctx.owners = bucket, members, owners
+        return tuple([source.detach() for source in sources])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        bucket: Bucket = ctx.bucket
+        _forget(ctx.owners)
+        if any(g is not None and g.requires_grad for g in gradients):  # create_graph=True: stay differentiable
+            plans = bucket.plans if ctx.members is None else [bucket.plans[i] for i in ctx.members]
+            moved = [
+                None if g is None else move_local(g, p.target.dual, p.source.dual.types)
+                for g, p in zip(gradients, plans, strict=True)
+            ]
+            return None, None, None, *moved
+        running = bucket.start(gradients)
+        if bucket.waits:
+            return None, None, None, *wait(running)
+        bucket.running.append(running)
+        return None, None, None, *running[1]
+
+
+class _Pass(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, door: Door, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.door = door
+        return tuple([p.detach() for p in parameters])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        for bucket in ctx.door.buckets:
+            running, bucket.running = bucket.running, []
+            for one in running:
+                wait(one)
+        return None, *gradients
