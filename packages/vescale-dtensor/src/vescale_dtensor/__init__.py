@@ -22,7 +22,7 @@ from ._local_map import local_map
 from ._modules import parallelize_module, register_plan
 from ._random import random_mode, set_random_mode
 from ._register import register_op
-from ._static import static
+from ._static import static, static_eager
 from ._tensor import DTensor
 from ._verify import verify_rule
 from ._visualize import visualize
@@ -93,6 +93,7 @@ __all__ = [
     "set_implicit_communication",
     "set_random_mode",
     "static",
+    "static_eager",
     "to_torch",
     "verify_rule",
     "visualize",

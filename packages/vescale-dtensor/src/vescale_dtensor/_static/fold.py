@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from .recorder import Op, tensors_of
+from .watch import memory_of
 
-__all__ = ["MOST", "constants"]
+__all__ = ["MOST", "constants", "memory_of"]
 
 MOST = 1 << 22
 """Bytes of a tensor that is kept between calls; larger ones are made again."""
@@ -26,21 +27,17 @@ def constants(ops: Sequence[Op], escaping: Sequence[Tensor]) -> set[int]:
         escaping: tensors that others have, too: inputs, what modules hold, results.
     """
     with torch._C.DisableTorchFunctionSubclass():
-        written = {_memory(t) for op in ops if op.keeps for t in tensors_of((op.args, op.kwargs, op.result))}
-        written |= {_memory(t) for t in escaping}
+        written = {memory_of(t) for op in ops if op.keeps for t in tensors_of((op.args, op.kwargs, op.result))}
+        written |= {memory_of(t) for t in escaping}
         found: set[int] = set()
         made: set[int] = set()
         for op in ops:
             result = op.result
             if op.keeps or not isinstance(result, Tensor) or result.requires_grad:
                 continue
-            if result.layout is not torch.strided or result.nbytes > MOST or _memory(result) in written:
+            if result.layout is not torch.strided or result.nbytes > MOST or memory_of(result) in written:
                 continue
             if all(id(t) in made for t in tensors_of((op.args, op.kwargs))):
                 found.add(id(op))
                 made.add(id(result))
     return found
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)

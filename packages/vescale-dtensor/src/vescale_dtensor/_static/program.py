@@ -8,6 +8,7 @@ as early as in a program written by hand.
 
 from __future__ import annotations
 
+import itertools
 import keyword
 import linecache
 import math
@@ -19,18 +20,23 @@ import torch
 from torch import Tensor
 
 from .._comm.move import move
-from .._comm.plan import plan
+from .._comm.plan import Plan, plan
 from .._dispatch.call import function_name
 from .._spec import Spec
 from .._tensor import DTensor
+from .aliases import settle_aliases
 from .fold import constants
 from .moves import cast, shift
+from .passes import Settings, improve
 from .recorder import Op, Recorder, tensors_of
 
 __all__ = ["Program", "Unwritable", "write"]
 
 RESERVED = ("slice", "program", "switch_gradients", "True", "False", "None")
 """Names that stand for something else in a program."""
+
+
+_numbers = itertools.count()
 
 
 class Unwritable(Exception):
@@ -49,6 +55,8 @@ class Program:
     """Of the tensors of the result; None for a plain one."""
     switches: bool
     """Whether it switches gradients on or off."""
+    notes: list[str]
+    """What passes did."""
 
 
 @dataclass(slots=True)
@@ -91,6 +99,8 @@ class _Writer:
             return f"slice({self.value(value.start)}, {self.value(value.stop)}, {self.value(value.step)})"
         if value is Ellipsis:
             return "..."
+        if type(value) is Plan:
+            return self.plan(value)
         if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
             return repr(value)
         if isinstance(value, torch.dtype | torch.device | torch.layout | torch.memory_format):
@@ -98,6 +108,9 @@ class _Writer:
         if tensors_of(getattr(value, "__dict__", {})):
             raise Unwritable(f"an argument of type {type(value).__name__} that holds tensors")
         return self.constant(value, type(value).__name__)
+
+    def plan(self, steps: Plan) -> str:
+        return self.constant(steps, f"{steps.source}_to_{steps.target.types}")
 
     def constant(self, value: Any, hint: str) -> str:
         for name, known in self.constants.items():
@@ -134,7 +147,13 @@ class _Writer:
         self.used = []
 
 
-def write(recorder: Recorder, inputs: Sequence[Tensor], held: Sequence[Tensor], results: Sequence[Tensor]) -> Program:
+def write(
+    recorder: Recorder,
+    inputs: Sequence[Tensor],
+    held: Sequence[Tensor],
+    results: Sequence[Tensor],
+    settings: Settings,
+) -> Program:
     """Write a record down.
 
     Args:
@@ -142,6 +161,7 @@ def write(recorder: Recorder, inputs: Sequence[Tensor], held: Sequence[Tensor], 
         inputs: tensors among the arguments of the call.
         held: parameters, buffers and attributes of modules.
         results: tensors among what the call returned.
+        settings: passes over the record.
 
     Raises:
         Unwritable: something in it has no spelling.
@@ -151,13 +171,15 @@ def write(recorder: Recorder, inputs: Sequence[Tensor], held: Sequence[Tensor], 
         for number, tensor in enumerate(tensors):
             writer.names.setdefault(id(tensor), f"{letter}{number}")
     given = {id(tensor) for tensor in (*held, *inputs)}
-    gradients = first = recorder.ops[0].gradients if recorder.ops else torch.is_grad_enabled()
+    settle_aliases(recorder, [*held, *inputs], results)
+    gradients = first = torch.is_grad_enabled()
     needed = _needed(recorder, results)
     same_always = constants(needed, [*held, *inputs, *results])
     for op in needed:
         if id(op) in same_always:
             writer.made[recorder.first(op.result)] = op.result
-            continue
+    ops, notes = improve([op for op in needed if id(op) not in same_always], recorder, [*held, *inputs], settings)
+    for op in ops:
         if op.gradients != gradients:
             gradients = op.gradients
             writer.add(f"switch_gradients({gradients})")
@@ -169,10 +191,16 @@ def write(recorder: Recorder, inputs: Sequence[Tensor], held: Sequence[Tensor], 
     specs = [tensor._spec if isinstance(tensor, DTensor) else None for tensor in results]
     signature = [f"p{n}" for n in range(len(held))] + [f"x{n}" for n in range(len(inputs))]
     body = _with_deletes(writer.lines, returned)
+    told = [f"# {note}" for note in notes]
     source = "\n    ".join(
-        [f"def program({', '.join(signature)}):", *body, f"return ({''.join(f'{r}, ' for r in returned)})"]
+        [
+            f"def program({', '.join(signature)}):",
+            *told,
+            *body,
+            f"return ({''.join(f'{r}, ' for r in returned)})",
+        ]
     )
-    return Program(_compiled(source, writer), source, specs, switches)
+    return Program(_compiled(source, writer), source, specs, switches, notes)
 
 
 def _needed(recorder: Recorder, results: Sequence[Tensor]) -> list[Op]:
@@ -233,9 +261,7 @@ def _call(writer: _Writer, op: Op, given: set[int]) -> str:
         steps = plan(op.kwargs["spec"], types)
         # The cast of a parameter is kept with it, for all who need one before gradients come.
         function = cast if id(x) in given and steps.kind == "cast" else shift
-        return (
-            f"{writer.function(function)}({writer.tensor(x)}, {writer.constant(steps, f'{steps.source}_to_{types}')})"
-        )
+        return f"{writer.function(function)}({writer.tensor(x)}, {writer.plan(steps)})"
     parts = [writer.value(a) for a in op.args]
     parts += [f"{key}={writer.value(v)}" for key, v in op.kwargs.items()]
     return f"{writer.function(op.function)}({', '.join(parts)})"
@@ -267,7 +293,7 @@ def _compiled(source: str, writer: _Writer) -> Callable[..., Any]:
     namespace |= writer.constants
     namespace |= {name: tensor.detach() for name, tensor in writer.kept.items()}
     namespace["switch_gradients"] = torch._C._set_grad_enabled
-    filename = f"<static program {id(writer):#x}>"
+    filename = f"<static program {next(_numbers)}>"
     linecache.cache[filename] = len(source), None, source.splitlines(True), filename  # for tracebacks
     exec(compile(source, filename, "exec"), namespace)
     return namespace["program"]  # type: ignore[no-any-return]

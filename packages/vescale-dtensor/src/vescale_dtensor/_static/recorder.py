@@ -2,8 +2,9 @@
 
 A torch-function mode sees every operator: those on DTensors are dispatched as ever, and what they run on local tensors
 comes by here again and is noted. Moves, collectives, custom autograd functions and draws, which no mode sees, come
-through `_tap`. Whatever cannot be repeated blindly ends the record with a reason: a value that Python reads, a shape
-that depends on data, a tensor from elsewhere, another mode of autograd or autocast.
+through `_tap`, and `watch` tells what a step does below. Whatever cannot be repeated blindly ends the record with a
+reason: a value that Python reads, a shape that depends on data, a tensor from elsewhere, another mode of autograd or
+autocast.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from .._dispatch.call import function_name
 from .._dispatch.policy import user_frame
 from .._tap import slot
 from .._tensor import DTensor
+from .watch import Effects, Watch, memory_of, tensors_of
 
-__all__ = ["Op", "Recorder"]
+__all__ = ["Op", "Recorder", "plain", "tensors_of"]
 
 _run = torch._C._disabled_torch_function_impl
 _on = torch._C._is_torch_function_enabled
@@ -34,8 +36,18 @@ HOST_READS = frozenset(
     "is_nonzero equal allclose data_ptr".split()
 )
 """Functions that hand values, or where they lie, to Python."""
-DATA_SHAPES = frozenset("nonzero argwhere masked_select unique unique_consecutive _unique2 unique_dim".split())
+STATE_READS = frozenset("grad _grad grad_fn _version retains_grad".split())
+"""Attributes of tensors that change without a trace in what a call is given."""
+DATA_SHAPES = frozenset(
+    "nonzero argwhere masked_select unique unique_consecutive _unique2 unique_dim _pack_padded_sequence "
+    "_pad_packed_sequence".split()
+)
 """Functions whose results have a shape that depends on data."""
+SAFE_READS = frozenset(
+    "full full_like new_full fill_ fill_diagonal_ masked_fill masked_fill_ add add_ sub sub_ addmm baddbmm lerp clamp "
+    "clamp_ select index_fill index_fill_ quantile nanquantile normal normal_ multinomial".split()
+)
+"""Functions that read a number from a tensor, or check one, without consequence for the shape of their result."""
 ENGINE = frozenset([Tensor.backward, torch.autograd.backward, torch.autograd.grad])
 """Functions that run autograd, whose hooks must not run with dispatch off."""
 UNSEEN = frozenset("_set_grad_enabled set_grad_enabled __hash__ is_floating_point is_complex dim __repr__".split())
@@ -83,10 +95,11 @@ class Recorder(TorchFunctionMode):
         self._known: dict[int, int] = {}
         """Tensors that there are by now, by id, and the id of the first object for the same value."""
         self._paused = 0
+        self._watch = Watch(self._outside)
         self._autocast = _autocast()
         self._hooks = _saved_hooks(True)
         for tensor in known:
-            self._know(tensor)
+            self.know(tensor)
 
     def __enter__(self) -> Recorder:
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -94,12 +107,14 @@ class Recorder(TorchFunctionMode):
 
     def start(self) -> None:
         """Begin: from now on taps come here."""
-        slot.recorder = self
+        slot.begin(self)
         communication.listeners.append(self._untapped)
+        self._watch.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
         """End."""
-        slot.recorder = None
+        self._watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        slot.end()
         communication.listeners.remove(self._untapped)
 
     def first(self, tensor: Tensor) -> int:
@@ -119,10 +134,16 @@ class Recorder(TorchFunctionMode):
         if _on() and any(isinstance(t, DTensor) for t in tensors_of((args, kwargs))):
             with self:
                 return DTensor.__torch_function__(func, types, args, kwargs)
-        result = _run(func, types, args, kwargs)
+        self._watch.begin()
+        try:
+            result = _run(func, types, args, kwargs)
+        finally:
+            effects = self._watch.end()
+        if effects.reads and not _reads_safely(name, args):
+            self.refuse(f"{name} reads a value of a tensor ({effects.reads}), on which a shape may depend")
         if name not in UNSEEN:
-            writes = _writes(name) or "out" in kwargs
-            self._note(func, args, kwargs, result, writes or name in DRAWS)
+            keeps = name in DRAWS or _writes(name) or "out" in kwargs or _counts(effects, args, kwargs)
+            self._note(func, args, kwargs, result, keeps)
         return result
 
     def _check(self, name: str, func: Any, args: tuple[Any, ...]) -> None:
@@ -132,10 +153,12 @@ class Recorder(TorchFunctionMode):
             self.refuse(f"the shape of what {name} returns depends on data")
         elif name == "__getitem__" and _has_mask(args[1]):
             self.refuse("the shape of what a boolean index returns depends on data")
-        elif name == "repeat_interleave" and any(isinstance(a, Tensor) for a in args[1:]):
-            self.refuse("the shape of what repeat_interleave returns depends on data")
+        elif name in ("repeat_interleave", "tensor_split") and any(isinstance(a, Tensor) for a in args[1:]):
+            self.refuse(f"the shape of what {name} returns depends on data")
         elif func in ENGINE:
             self.refuse(f"{name} runs autograd")
+        elif name in STATE_READS:
+            self.refuse(f"{name} of a tensor is read, which may be another one next time")
 
     # -- what no mode sees
 
@@ -144,11 +167,13 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         """Run a function on local tensors as one step of the record."""
         before = self.pause()
+        self._watch.begin()
         try:
             result = function(*args, **kwargs)
         finally:
+            effects = self._watch.end()
             self.go_on(before)
-        self._note(function, args, kwargs, result, writes)
+        self._note(function, args, kwargs, result, writes or _counts(effects, args, kwargs))
         return result
 
     def move(self, x: DTensor, types: tuple[int, ...]) -> DTensor:
@@ -165,9 +190,21 @@ class Recorder(TorchFunctionMode):
     def alias(self, alias: Tensor, of: Tensor) -> Tensor:
         """Take note of a second object for the same value."""
         if not self._paused and self.reason is None:
+            known = id(of) in self._known
+            if known:
+                self._note(plain, (of,), {}, alias, False)
             self._alive.append(alias)
-            self._known[id(alias)] = self.first(of)
+            if not known or _requires_grad(alias) == _requires_grad(of):
+                self._known[id(alias)] = self.first(of)
         return alias
+
+    def same(self, tensor: Tensor, other: Tensor) -> None:
+        """Take what is known of one tensor for what is known of another, from which it does not differ."""
+        self._known[id(tensor)] = self.first(other)
+
+    def separate(self, tensor: Tensor) -> None:
+        """Take a tensor that was known as a second object of a value for a value of its own."""
+        self._known[id(tensor)] = id(tensor)
 
     def refuse(self, reason: str) -> None:
         """Give up recording."""
@@ -187,12 +224,24 @@ class Recorder(TorchFunctionMode):
         self._paused -= 1
 
     def _untapped(self, event: communication.Collective) -> None:
-        if not self._paused:
+        if not self._paused and slot.recorder is self:  # and not another thread's
             self.refuse(f"an operator sends data ({event.name}) in a way that no record shows")
+
+    def _outside(self, operator: Any, effects: Effects) -> None:
+        """Look at an operator that came by no function that is seen."""
+        if self._paused or self.reason is not None:
+            return
+        if effects.reads:
+            self.refuse(f"{operator} reads a value of a tensor")
+        elif effects.draws:
+            self.refuse(f"{operator} draws random numbers in a way that no record shows")
+        elif effects.written and effects.written & {memory_of(t) for t in self._alive}:
+            self.refuse(f"{operator} writes to a tensor in a way that no record shows")
 
     # -- the record
 
-    def _know(self, tensor: Tensor) -> None:
+    def know(self, tensor: Tensor) -> None:
+        """Take note of a tensor that there is from now on."""
         self._alive.append(tensor)
         self._known.setdefault(id(tensor), id(tensor))
 
@@ -215,22 +264,33 @@ class Recorder(TorchFunctionMode):
             self.refuse("saved tensors have hooks inside, as of a checkpoint: make the module inside of it static")
         self.ops.append(Op(function, _copied(args), _copied(kwargs), result, torch.is_grad_enabled(), keeps))
         for tensor in tensors_of(result):
-            self._know(tensor)
+            self.know(tensor)
 
 
-def tensors_of(value: Any) -> list[Tensor]:
-    """All tensors in nested lists, tuples and dicts."""
-    found: list[Tensor] = []
-    stack = [value]
-    while stack:
-        one = stack.pop()
-        if isinstance(one, Tensor):
-            found.append(one)
-        elif isinstance(one, list | tuple):
-            stack.extend(reversed(one))
-        elif isinstance(one, dict):
-            stack.extend(reversed(one.values()))
-    return found
+def plain(x: Tensor) -> Tensor:
+    """Return a second object for the value of a tensor, as `_tap.alias` does."""
+    y: Tensor = _run(Tensor.as_subclass, (), (x, Tensor), {})
+    return y
+
+
+def _requires_grad(tensor: Tensor) -> bool:
+    with torch._C.DisableTorchFunction():  # a recorder must not see it
+        return tensor.requires_grad
+
+
+def _counts(effects: Effects, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a step does more than to return its result: it draws, or writes to what it was given."""
+    if effects.draws:
+        return True
+    with torch._C.DisableTorchFunction():
+        return bool(effects.written) and any(memory_of(t) in effects.written for t in tensors_of((args, kwargs)))
+
+
+def _reads_safely(name: str, args: tuple[Any, ...]) -> bool:
+    if name in ("__getitem__", "__setitem__"):
+        items = args[1] if isinstance(args[1], tuple | list) else (args[1],)
+        return not any(isinstance(i, slice) and tensors_of([i.start, i.stop, i.step]) for i in items)
+    return name in SAFE_READS
 
 
 def _copied(value: Any) -> Any:

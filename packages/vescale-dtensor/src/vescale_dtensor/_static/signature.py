@@ -5,22 +5,33 @@ Everything is read with dispatch off, where a tensor's metadata are local and ch
 
 from __future__ import annotations
 
+import itertools
+import random
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
+from torch.nn.modules.module import _has_any_global_hook as _any_global_hook
 
 from .. import _random
+from .._dispatch.policy import state as _policy
 from .._tensor import DTensor
+from .surroundings import Surroundings, value_key
 
 _requires_grad = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _dtype = Tensor.dtype.__get__  # type: ignore[attr-defined]
+_stride, _num_elements = Tensor.stride, Tensor.numel  # together they tell shapes apart, and are cheaper
 
-__all__ = ["Held", "arguments_key", "modes_key"]
+__all__ = ["Held", "NoKey", "arguments_key", "modes_key", "python_generators", "watched"]
 
+_TENSORS = (DTensor, Tensor, nn.Parameter)
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 _PLAIN = (*_NUMBERS, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_KEPT = 256
+"""States of modules that are told apart; more are forgotten, and recorded anew."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -48,6 +59,8 @@ def arguments_key(args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Ten
 def _key(value: Any, tensors: list[Tensor]) -> Any:
     cls = value.__class__
     if cls is DTensor or isinstance(value, Tensor):
+        if cls not in _TENSORS and _has_own_operators(cls):
+            raise NoKey(f"a tensor of type {cls.__name__}, which has operators of its own")
         for number, known in enumerate(tensors):
             if known is value:
                 return (Tensor, number)
@@ -58,14 +71,52 @@ def _key(value: Any, tensors: list[Tensor]) -> Any:
     if cls is dict:
         return (dict, *[(k, _key(v, tensors)) for k, v in value.items()])
     if cls in _PLAIN:
-        return (cls, value) if value == value else (cls, "nan")
+        return value_key(value)
     raise NoKey(f"an argument of type {cls.__name__}")
+
+
+def _has_own_operators(cls: type[Tensor]) -> bool:
+    """Whether a class of tensors does something else than torch, where Python sees it."""
+    function = cls.__torch_function__
+    standard = Tensor.__torch_function__
+    return function is not torch._C._disabled_torch_function_impl and getattr(
+        function, "__func__", None
+    ) is not getattr(standard, "__func__", standard)
+
+
+def watched() -> bool:
+    """Whether a transform of functions, fake tensors or a global hook want to see every call."""
+    return bool(
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or (torch._C._len_torch_dispatch_stack() and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE))
+        or (_any_global_hook() and _foreign_global_hook())  # type: ignore[no-untyped-call]
+    )
+
+
+def _foreign_global_hook() -> bool:
+    """Whether a hook on all modules is not of this package, whose `explain` and `static_eager` only look on."""
+    tables = (
+        module_hooks._global_forward_pre_hooks,
+        module_hooks._global_forward_hooks,
+        module_hooks._global_backward_pre_hooks,
+        module_hooks._global_backward_hooks,
+    )
+    owners = [type(getattr(hook, "__self__", None)) for table in tables for hook in table.values()]
+    return not all(owner.__module__.startswith("vescale_dtensor") for owner in owners)
+
+
+def python_generators() -> Any:
+    """Return where the global generators of Python, and of NumPy where it is there, stand."""
+    numpy = sys.modules.get("numpy")
+    state = numpy.random.get_state() if numpy is not None else None
+    return random.getstate(), state and (state[1].tobytes(), state[2:])
 
 
 def tensor_key(tensor: Tensor) -> tuple[Any, ...]:
     """Return what of a tensor decides what a program does with it; with dispatch off."""
     spec = tensor._spec if tensor.__class__ is DTensor else tensor.shape
-    return spec, tensor.dtype, tensor.stride(), tensor.requires_grad, tensor.device
+    gradients = tensor.requires_grad and (2 if tensor.is_leaf else 1)
+    return spec, tensor.dtype, tensor.stride(), gradients, tensor.device
 
 
 def modes_key() -> tuple[Any, ...]:
@@ -76,6 +127,7 @@ def modes_key() -> tuple[Any, ...]:
         torch.get_default_dtype(),
         torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
         torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+        _policy.communication,
         _random.state.mode,
         id(_random.state.token),
     )
@@ -86,53 +138,97 @@ class Held:
 
     Args:
         modules: the outermost modules; those inside of them count too.
+        function: what the region runs.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._roots = list(modules)
+    def __init__(self, modules: Iterable[nn.Module], function: Any) -> None:
+        self._roots, self._function = list(modules), function
         self._children: list[int] | None = None
         self._slots: list[tuple[dict[str, Any], str]] = []
         self._tables: list[dict[str, Any]] = []
-        self._last: object = None
-        self._number = 0
+        self._types: set[type] = set()
+        self._strange: type | None = None
+        self._last: tuple[Any, int] | None = None
+        self._around = -1
+        self.last_change: str | None = None
+        """Name of what was another one in a call than in the one before."""
+        self._values: list[Any] = []
+        self._sizes: list[int] = []
+        self._fresh = itertools.count()
         self._numbers: dict[Any, int] = {}
+        self._objects: dict[Any, list[Any]] = {}
 
     def _read(self) -> None:
         self.modules = list(dict.fromkeys(m for root in self._roots for m in root.modules()))
         self._tables = [m._modules for m in self.modules]
         self._children = self._child_ids()
         self._hooks = [getattr(m, name) for m in self.modules for name in _HOOKS]
-        self._num_hooks = sum(map(len, self._hooks))
         self._slots = []
         seen: set[int] = set()
         for module in self.modules:
-            for table in (module._parameters, module._buffers, module.__dict__):
+            for table in _tables_of(module):
                 for name, value in table.items():
                     if isinstance(value, Tensor) and id(value) not in seen:
                         seen.add(id(value))
                         self._slots.append((table, name))
+        self._types = set(map(type, self.tensors()))
+        self._strange = next((t for t in self._types if t not in _TENSORS and _has_own_operators(t)), None)
+        self._num_held = self._count_held()
+        self._surroundings = Surroundings(self.modules, [self._function])
+        self._values, self._sizes = self._surroundings.values(), self._surroundings.sizes()
+        key = tuple(map(value_key, self._values))
+        self._around = self._number(key)
+        self._objects.setdefault(key, self._values)  # lest another object get the id of one that is gone
+
+    def _number(self, key: Any) -> int:
+        if key not in self._numbers and len(self._numbers) >= _KEPT:
+            self._numbers.clear()
+            self._objects.clear()
+        if key not in self._numbers:
+            self._numbers[key] = next(self._fresh)
+        return self._numbers[key]
 
     def _child_ids(self) -> list[int]:
-        return [id(child) for table in self._tables for child in table.values()]
+        return list(map(id, itertools.chain.from_iterable([table.values() for table in self._tables])))
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors, each once; in the same order as long as `refresh` returns False."""
         return [table[name] for table, name in self._slots]
 
     def refresh(self) -> bool:
-        """Look at the modules anew where submodules or attributes came or went, and tell whether they did."""
-        if self._child_ids() == self._children and all(
-            isinstance(table.get(name), Tensor) for table, name in self._slots
-        ):
+        """Look at the modules anew where something changed, and tell whether `tensors` returns others, or more."""
+        types = set(map(type, [table.get(name) for table, name in self._slots]))
+        known = types <= self._types
+        same_modules = self._child_ids() == self._children and (known or all(issubclass(t, Tensor) for t in types))
+        if same_modules and known and self._surroundings.same(self._values, self._sizes):
             return False
+        if self._children is not None:
+            self.last_change = self._surroundings.changed(self._values, self._sizes)
+        before = [(id(table), name) for table, name in self._slots]
         self._read()
-        return True
+        return not same_modules or before != [(id(table), name) for table, name in self._slots]
+
+    def changed(self, tensors: Sequence[Tensor]) -> str | None:
+        """Name what a call assigned to: not the same as at the last `refresh`; None: nothing."""
+        name = self._surroundings.changed(self._values, self._sizes)
+        if name is not None:
+            return name
+        for (table, key), tensor in zip(self._slots, tensors, strict=True):
+            if table.get(key) is not tensor:
+                return next((f"{type(m).__name__}.{key}" for m in self.modules if table in _tables_of(m)), key)
+        before = self._num_held, self._children
+        return "a module" if before != (self._count_held(), self._child_ids()) else None
+
+    def _count_held(self) -> list[int]:
+        return [len(table) for m in self.modules for table in (m._parameters, m._buffers)]
 
     @property
     def hooked(self) -> str | None:
-        """Name a module inside that has hooks of the user; None if none has."""
+        """Name a module that the function calls and that has hooks of the user; None if none has."""
+        caller = getattr(self._function, "__self__", None)  # its own hooks are called around the region
+        caller = caller if getattr(self._function, "__name__", "") == "forward" else None
         for module in self.modules:
-            if module in self._roots:
+            if module is caller:
                 continue
             for name in _HOOKS:
                 for hook in getattr(module, name).values():
@@ -140,18 +236,26 @@ class Held:
                         return type(module).__name__
         return None
 
-    def state(self, tensors: Sequence[Tensor]) -> int:
-        """Return a number for what of the modules decides which program fits: equal numbers, equal state."""
+    def state(self, tensors: Sequence[Tensor]) -> tuple[int, int]:
+        """Return numbers for what of the modules decides which program fits: equal ones, equal state."""
+        if self._strange is not None:
+            raise NoKey(f"a tensor of type {self._strange.__name__}, which has operators of its own")
         now = (
             list(map(id, tensors)),
             list(map(_requires_grad, tensors)),
             list(map(_dtype, tensors)),
-            [m.training for m in self.modules],
+            list(map(_stride, tensors)),
+            list(map(_num_elements, tensors)),
             sum(map(len, self._hooks)),
         )
-        if now != self._last:
-            # Only tensors that were put in place of others need a closer look, for their layouts.
-            layouts = tuple([tensor_key(t) for t in tensors])
-            self._number = self._numbers.setdefault((layouts, tuple(now[3]), now[4]), len(self._numbers))
-            self._last = now
-        return self._number
+        last = self._last
+        if last is not None and now == last[0]:
+            return last[1], self._around
+        # Only tensors that were put in place of others need a closer look, for their layouts.
+        number = self._number((tuple([tensor_key(t) for t in tensors]), now[5]))
+        self._last = now, number
+        return number, self._around
+
+
+def _tables_of(module: nn.Module) -> tuple[dict[str, Any], ...]:
+    return module._parameters, module._buffers, module.__dict__

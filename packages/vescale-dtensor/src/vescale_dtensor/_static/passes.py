@@ -1,0 +1,241 @@
+"""Passes over a record, whose every step is known: what is sent can be sent better. Each can be left out.
+
+`reuse` leaves out moves that were made before, `bucket` sends the gradients of parameters together, `overlap` begins
+moves early and waits for them late, `buffers` keeps the memory of messages between steps. As long as a program is to
+be exact, no pass adds numbers in another order than the dynamic path does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._comm.buffers import Pool, available
+from .._comm.gradients import Bucket, Door, divided, keeps_bits
+from .._comm.move import move
+from .._comm.plan import Plan, plan
+from .._comm.steps import AllReduce, Exchange, ReduceScatter
+from ..placements import I, R
+from .fold import memory_of
+from .overlap import overlap
+from .recorder import Op, Recorder, tensors_of
+
+__all__ = ["PASSES", "Settings", "improve"]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What may be done to a record."""
+
+    passes: tuple[str, ...]
+    """Names of the passes to make."""
+    exact: bool
+    """Whether the program must have the bits of the dynamic path."""
+    pool: Pool = field(default_factory=Pool)
+    """Where the memory of messages is kept."""
+    backend: str | None = None
+    """What compiles programs; None: they are not compiled."""
+
+
+@dataclass(slots=True)
+class _Record:
+    ops: list[Op]
+    recorder: Recorder
+    given: list[Tensor]
+    settings: Settings
+    notes: list[str] = field(default_factory=list)
+    """What was done, one line per pass that did something."""
+
+
+def improve(
+    ops: Sequence[Op], recorder: Recorder, given: Sequence[Tensor], settings: Settings
+) -> tuple[list[Op], list[str]]:
+    """Return the steps after all passes, and what each pass did.
+
+    Args:
+        ops: the steps that are needed.
+        recorder: that noted them.
+        given: parameters, buffers and inputs: what the program is called with.
+        settings: which passes.
+    """
+    record = _Record(list(ops), recorder, list(given), settings)
+    with torch._C.DisableTorchFunctionSubclass():
+        for name, run in PASSES.items():
+            if name in settings.passes:
+                run(record)
+    return record.ops, record.notes
+
+
+def plan_of(op: Op) -> Plan | None:
+    """The plan of a move; None for other steps."""
+    return plan(op.kwargs["spec"], op.args[1]) if op.function is move else None
+
+
+# ------------------------------------------------------------------ reuse
+
+
+def _reuse(record: _Record) -> None:
+    """Leave out moves of a tensor to where it was moved before, unless something writes to either of them."""
+    written = {memory_of(t) for op in record.ops if op.keeps for t in tensors_of((op.args, op.kwargs, op.result))}
+    made: dict[Any, Tensor] = {}
+    kept = []
+    dropped = 0
+    for op in record.ops:
+        steps = plan_of(op)
+        if steps is None or not _sends(steps) or op.keeps:
+            kept.append(op)
+            continue
+        source, result = op.args[0], op.result
+        key = record.recorder.first(source), op.kwargs["spec"], op.args[1], op.gradients
+        before = made.get(key)
+        safe = memory_of(source) not in written and memory_of(result) not in written
+        if before is not None and safe and not (record.settings.exact and _adds_backward(steps, result)):
+            record.recorder.same(result, before)
+            dropped += 1
+            continue
+        made.setdefault(key, result)
+        kept.append(op)
+    record.ops = kept
+    if dropped:
+        record.notes.append(f"reuse: {_count(dropped, 'move')} made before, and left out")
+
+
+def _sends(steps: Plan) -> bool:
+    return bool(steps.axes) and steps.kind not in ("alias", "relabel")
+
+
+def _adds_backward(steps: Plan, result: Tensor) -> bool:
+    """Whether the way back adds over ranks, so that a sum of sums would replace sums of its parts."""
+    if not result.requires_grad:
+        return False
+    back = plan(steps.target.dual, steps.source.dual.types)
+    return any(isinstance(step, AllReduce | ReduceScatter) for step in back.steps)
+
+
+# ------------------------------------------------------------------ bucket
+
+
+@dataclass(slots=True)
+class _Cast:
+    op: Op
+    position: int
+    steps: Plan
+
+
+def _bucket(record: _Record) -> None:
+    """Cast parameters in buckets, in the order of their use, those that are used last in full ones."""
+    given = {id(t) for t in record.given if t.is_leaf}
+    record.ops = [part for op in record.ops for part in _split(op, given, record.recorder)]
+    casts = [
+        _Cast(op, position, steps)
+        for position, op in enumerate(record.ops)
+        if (steps := plan_of(op)) is not None
+        and steps.kind == "cast"
+        and op.gradients
+        and id(op.args[0]) in given
+        and op.result.requires_grad
+    ]
+    groups = divided([(c.steps, c.op.args[0]) for c in casts])
+    buckets = [[casts[i] for i in group] for group in groups]
+    if not buckets:
+        return
+    settings = record.settings
+    door = Door([]) if len(buckets) > 1 and "overlap" in settings.passes else None
+    made = [_bucket_of(members, settings, waits=door is None) for members in buckets]
+    insert: dict[int, list[Op]] = {}
+    passed: dict[int, Tensor] = {}
+    if door is not None:
+        door.buckets = tuple(made)
+        parameters = list({id(c.op.args[0]): c.op.args[0] for c in casts}.values())
+        tokens = [torch.empty(0) for _ in parameters]
+        passed = {id(p): token for p, token in zip(parameters, tokens, strict=True)}
+        first = min(c.position for c in casts)
+        insert[first] = [Op(door, (parameters,), {}, tokens, True, True)]
+    for bucket, members in zip(made, buckets, strict=True):
+        parameters = [c.op.args[0] for c in members]
+        args: tuple[Any, ...] = (parameters,)
+        if door is not None:
+            args = (parameters, [passed[id(p)] for p in parameters])
+        at = min(c.position for c in members)
+        insert.setdefault(at, []).append(Op(bucket, args, {}, [c.op.result for c in members], True, True))
+    gone = {c.position for c in casts}
+    ops = []
+    for position, op in enumerate(record.ops):
+        ops += insert.get(position, [])
+        if position not in gone:
+            ops.append(op)
+    record.ops = ops
+    messages = sum(1 if b.merged else len(b.plans) for b in made)
+    waits = "waited for at the end" if door is not None else "waited for in turn"
+    record.notes.append(
+        f"bucket: the gradients of {_count(len(casts), 'parameter')} go in {_count(len(made), 'bucket')}, "
+        f"{_count(messages, 'message')}, {waits}"
+    )
+
+
+def _split(op: Op, given: set[int], recorder: Recorder) -> list[Op]:
+    """Take the sum of a gradient out of a move that does more: cast first, and move what was cast."""
+    steps = plan_of(op)
+    if steps is None or steps.kind != "general" or not op.gradients or id(op.args[0]) not in given:
+        return [op]
+    source, types = steps.source, steps.target.types
+    if not op.result.requires_grad:
+        return [op]
+    between = tuple(R if s == I and t == R else s for s, t in zip(source.types, types, strict=True))
+    cast = plan(source, between)
+    if cast.kind != "cast":
+        return [op]
+    back = plan(steps.target.dual, source.dual.types)
+    if any(isinstance(s, Exchange | ReduceScatter) for s in back.steps):  # one message would become two
+        return [op]
+    token = torch.empty(0).requires_grad_()  # a leaf, unlike a cast of the dynamic path
+    recorder.know(token)
+    return [
+        Op(move, (op.args[0], between), op.kwargs, token, True, op.keeps),
+        Op(move, (token, types), {"spec": cast.target}, op.result, True, op.keeps),
+    ]
+
+
+def _bucket_of(members: Sequence[_Cast], settings: Settings, *, waits: bool) -> Bucket:
+    pooled = "buffers" in settings.passes and available(members[0].op.args[0].device)
+    return Bucket(
+        [c.steps for c in members],
+        merged=not settings.exact or keeps_bits(members[0].steps),
+        waits=waits,
+        pool=settings.pool if pooled else None,
+        shared=[c.op.result.grad_fn is not None for c in members],
+    )
+
+
+# ------------------------------------------------------------------ overlap and buffers
+
+
+def _overlap(record: _Record) -> None:
+    """Begin moves as soon as what they move is there, and wait for them before it is used."""
+    record.ops, split = overlap(record.ops, record.recorder, exact=record.settings.exact)
+    if split:
+        record.notes.append(f"overlap: {_count(split, 'move')} under way while other steps run")
+
+
+def _buffers(record: _Record) -> None:
+    """Note that messages keep their memory; the other passes ask for it where they make messages."""
+    kept = sum(isinstance(op.function, Bucket) and op.function.pool is not None for op in record.ops)
+    if kept:
+        record.notes.append(f"buffers: {_count(kept, 'message')} in memory that is kept between steps")
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"
+
+
+PASSES: dict[str, Callable[[_Record], None]] = {
+    "reuse": _reuse,
+    "bucket": _bucket,
+    "overlap": _overlap,
+    "buffers": _buffers,
+}
+"""By name, in the order in which they are made."""
