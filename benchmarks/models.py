@@ -3,10 +3,10 @@
     python benchmarks/models.py --json rows.json Llama T5
 
 `equal` trains in float64 on 4 gloo ranks: ten AdamW steps, whose losses are compared with one device's, and
-whose implicit communications are counted. `time` compares a training step with that of a local program, in one
-process with a fake group of 4, whose collectives cost only their call. The local program is the plain model
-with this rank's shards for parameters: what a careful person would run, without the communication. It keeps
-the whole sequence between blocks, which sequence parallelism cuts.
+whose implicit communications are counted. `time` compares a training step, dynamic and static, with
+that of a local program, in one process with a fake group of 4, whose collectives cost only their call. The local
+program is the plain model with this rank's shards for parameters: what a careful person would run, without the
+communication. It keeps the whole sequence between blocks, which sequence parallelism cuts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import start_processes
 
-from vescale_dtensor import DTensor, Replicate, Shard, distribute_tensor, explain, parallelize_module
+from vescale_dtensor import DTensor, Replicate, Shard, distribute_tensor, explain, parallelize_module, static
 from vescale_testing.models import Double, Example, Size, examples
 
 RANKS = 4
@@ -37,7 +37,7 @@ TIMED_MESHES = ((4, 1), (2, 2))
 AXES = ("dp", "tp")
 STEPS = 10
 TIMED = Size(width=64, layers=2, vocabulary=128, rows=8, length=32)
-OURS, LOCAL = "ours", "local"
+OURS, STATIC, LOCAL = "ours", "static", "local"
 
 
 def title(name: str, mesh: tuple[int, int]) -> str:
@@ -124,9 +124,12 @@ def times(report: Report, chosen: list[str]) -> None:
             local = _local_step(example, mesh, mesh_shape)
             if local is None:
                 continue
-            spent = interleave({OURS: _our_step(example, mesh), LOCAL: local}, seconds=2.0, burst_seconds=2e-3)
-            note = f"local / ours {microseconds(spent.median(LOCAL), spent.median(OURS))}"
+            fixed, parts = _static_step(example, mesh)
+            steps = {OURS: _our_step(example, mesh)[1], STATIC: fixed, LOCAL: local}
+            spent = interleave(steps, seconds=3.0, burst_seconds=2e-3)
+            note = f"local / ours / static {microseconds(*(spent.median(n) for n in (LOCAL, OURS, STATIC)))}"
             report.add(row(f"{title(name, mesh_shape)}: time", spent.ratio(OURS, LOCAL), None, note))
+            report.add(row(f"{title(name, mesh_shape)}: static", spent.ratio(STATIC, LOCAL), None, parts))
     dist.destroy_process_group()
 
 
@@ -136,10 +139,23 @@ def _fake_store() -> Any:
     return FakeStore()
 
 
-def _our_step(example: Example, mesh: Any) -> Callable[[], None]:
+def _our_step(example: Example, mesh: Any, granularity: str | None = None) -> tuple[nn.Module, Callable[[], None]]:
     model = parallelize_module(example.built(TIMED), mesh, example.plan)
+    if granularity is not None:
+        static(model, granularity=granularity)
     inputs, target = example.batch(TIMED)
-    return _step(example, model, inputs, distribute_tensor(target, mesh, _target_placements(example)))
+    return model, _step(example, model, inputs, distribute_tensor(target, mesh, _target_placements(example)))
+
+
+def _static_step(example: Example, mesh: Any) -> tuple[Callable[[], None], str]:
+    """A step of the static model, or of one with static layers where the whole cannot be, and which it is."""
+    for granularity in ("module", "layers"):
+        model, step = _our_step(example, mesh, granularity)
+        for _ in range(3):
+            step()
+        if "def program" in model.static_code():
+            break
+    return step, "the whole" if granularity == "module" else "its layers"
 
 
 def _local_step(example: Example, mesh: Any, mesh_shape: tuple[int, int]) -> Callable[[], None] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,10 +16,13 @@ import torch.nn.functional as F
 from _programs import Copy, Reduce
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.tensor.parallel import parallelize_module as torch_parallelize_module
 
 from vescale_dtensor import Replicate, Shard, parallelize_module
 
-__all__ = ["GPT", "PLAN", "HandGPT", "Sizes", "explicit", "fused", "sharded", "torch_sharded"]
+__all__ = ["PLAN", "ByHand", "Model", "Sizes", "explicit", "fused", "sharded", "torch_parallel", "torch_sharded"]
 
 PLAN: dict[str, Any] = {
     "parameter": {
@@ -36,7 +40,7 @@ class Sizes:
     """Of a model and its batch."""
 
     layers: int
-    """Blocks."""
+    """Blocks; 0: one block alone, between its input and a squared error."""
     width: int
     """Features."""
     heads: int = 4
@@ -48,6 +52,15 @@ class Sizes:
     batch: int = 4
     """Sequences, of all ranks together."""
 
+    def data(self) -> tuple[Tensor, Tensor]:
+        """Return the input and the target of the whole batch."""
+        generator = torch.Generator().manual_seed(1)
+        if not self.layers:
+            x, y = torch.randn(2, self.batch, self.length, self.width, generator=generator).unbind()
+            return x, y
+        tokens = torch.randint(0, self.vocabulary, (self.batch, self.length + 1), generator=generator)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
 
 def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Torch's fused causal attention."""
@@ -56,7 +69,7 @@ def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def explicit(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention of two products, for torch's DTensor has no rule for the fused one on CPU."""
-    return torch.matmul(torch.softmax(torch.matmul(q, k.transpose(-2, -1)) * 0.25, -1), v)
+    return torch.matmul(torch.softmax(torch.matmul(q, k.transpose(-2, -1)) / math.sqrt(q.shape[-1]), -1), v)
 
 
 class Block(nn.Module):
@@ -65,43 +78,51 @@ class Block(nn.Module):
     def __init__(self, sizes: Sizes, attention: Attention) -> None:
         super().__init__()
         width = sizes.width
-        self.sizes, self.attention = sizes, attention
+        self.per_head, self.attention = width // sizes.heads, attention
         self.n1, self.n2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return a tensor of the shape of `x`."""
-        batch, length, width = x.shape
-        heads = self.sizes.heads
+        batch, length, _ = x.shape
         z = self.n1(x)
-        q, k, v = (p(z).view(batch, length, heads, width // heads).transpose(1, 2) for p in (self.q, self.k, self.v))
-        y = self.attention(q, k, v).transpose(1, 2).contiguous().view(batch, length, width)
+        q, k, v = (p(z).view(batch, length, -1, self.per_head).transpose(1, 2) for p in (self.q, self.k, self.v))
+        y = self.attention(q, k, v).transpose(1, 2).contiguous().view(batch, length, -1)
         x = x + self.o(y)
         return x + self.down(F.gelu(self.up(self.n2(x))))
 
 
-class GPT(nn.Module):
-    """A small language model; returns its loss."""
+class Model(nn.Module):
+    """A small language model, or one block; returns its loss."""
 
     def __init__(self, sizes: Sizes, attention: Attention = fused) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(sizes.vocabulary, sizes.width), nn.Embedding(sizes.length, sizes.width)
-        self.blocks = nn.ModuleList(Block(sizes, attention) for _ in range(sizes.layers))
-        self.norm, self.head = nn.LayerNorm(sizes.width), nn.Linear(sizes.width, sizes.vocabulary, bias=False)
+        self.sizes = sizes
+        self.blocks = nn.ModuleList(Block(sizes, attention) for _ in range(max(1, sizes.layers)))
+        if sizes.layers:
+            self.tokens, self.places = embeddings(sizes)
+            self.norm, self.head = nn.LayerNorm(sizes.width), nn.Linear(sizes.width, sizes.vocabulary, bias=False)
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross entropy.
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross entropy; of one block, the mean squared error.
 
         Args:
-            tokens: numbers [batch, length].
-            targets: the token after each.
+            x: numbers [batch, length]; for one block, features [batch, length, width].
+            targets: the token after each; for one block, like `x`.
         """
-        x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1]))
+        if not self.sizes.layers:
+            return (self.blocks[0](x) - targets).square().mean()  # torch's DTensor has twice mse_loss's gradient
+        x = self.tokens(x) + self.places(torch.arange(x.shape[1]))
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.norm(x))
         return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
+
+
+def embeddings(sizes: Sizes) -> tuple[nn.Embedding, nn.Embedding]:
+    """Make those of tokens and of positions."""
+    return nn.Embedding(sizes.vocabulary, sizes.width), nn.Embedding(sizes.length, sizes.width)
 
 
 class HandBlock(nn.Module):
@@ -120,26 +141,51 @@ class HandBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return a tensor of the shape of `x`."""
         batch, length, _ = x.shape
-        z = Copy.apply(self.n1(x), self.group)
+        z = self._copied(self.n1(x))
         q, k, v = (
             p(z).view(batch, length, self.heads, self.per_head).transpose(1, 2) for p in (self.q, self.k, self.v)
         )
         y = self.attention(q, k, v).transpose(1, 2).contiguous().view(batch, length, -1)
-        x = x + Reduce.apply(F.linear(y, self.o.weight), self.group) + self.o.bias
-        z = Copy.apply(self.n2(x), self.group)
-        return x + Reduce.apply(F.linear(F.gelu(self.up(z)), self.down.weight), self.group) + self.down.bias
+        x = x + self._row(self.o, y)
+        return x + self._row(self.down, F.gelu(self.up(self._copied(self.n2(x)))))
+
+    def _copied(self, x: Tensor) -> Tensor:
+        if self.group.size() == 1:
+            return x
+        copied: Tensor = Copy.apply(x, self.group)
+        return copied
+
+    def _row(self, linear: nn.Linear, x: Tensor) -> Tensor:
+        if self.group.size() == 1:
+            return F.linear(x, linear.weight, linear.bias)
+        summed: Tensor = Reduce.apply(F.linear(x, linear.weight), self.group)
+        return summed + linear.bias
 
 
-class HandGPT(nn.Module):
-    """The same model for one rank of a mesh, in local numbers; gradients are summed over dp by hooks."""
+class ByHand(nn.Module):
+    """The same model for one rank of a mesh, in local numbers; `finish` sums gradients over dp.
 
-    def __init__(self, sizes: Sizes, mesh: DeviceMesh, attention: Attention = fused) -> None:
+    Like the model it divides by the number of targets that count, of all ranks; that sum is under way while the model
+    runs. The loss that it returns is this rank's part.
+
+    Args:
+        sizes: of the whole model.
+        mesh: with axes "dp" and "tp".
+        attention: of heads.
+        bucket: sum all gradients in one tensor after backward; else each by itself, as it comes.
+    """
+
+    def __init__(self, sizes: Sizes, mesh: DeviceMesh, attention: Attention = fused, *, bucket: bool = True) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(sizes.vocabulary, sizes.width), nn.Embedding(sizes.length, sizes.width)
+        self.sizes, self.bucket = sizes, bucket
         tp, self.dp = mesh.get_group("tp"), mesh.get_group("dp")
-        self.blocks = nn.ModuleList(HandBlock(sizes, attention, tp) for _ in range(sizes.layers))
-        self.norm, self.head = nn.LayerNorm(sizes.width), nn.Linear(sizes.width, sizes.vocabulary, bias=False)
-        for parameter in self.parameters() if self.dp.size() > 1 else ():
+        self.ranks = self.dp.size()
+        self.blocks = nn.ModuleList(HandBlock(sizes, attention, tp) for _ in range(max(1, sizes.layers)))
+        if sizes.layers:
+            self.tokens, self.places = embeddings(sizes)
+            self.norm, self.head = nn.LayerNorm(sizes.width), nn.Linear(sizes.width, sizes.vocabulary, bias=False)
+            self.register_buffer("numbers", torch.arange(sizes.length), persistent=False)
+        for parameter in () if bucket or self.ranks == 1 else self.parameters():
             parameter.register_hook(self._sum)
 
     def _sum(self, grad: Tensor) -> Tensor:
@@ -147,19 +193,37 @@ class HandGPT(nn.Module):
         dist.all_reduce(grad, group=self.dp)
         return grad
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross entropy over all ranks; arguments are those of this rank."""
-        x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1]))
+    def finish(self) -> None:
+        """Sum the gradients over dp, where that is not done yet."""
+        if not self.bucket or self.ranks == 1:
+            return
+        parameters = list(self.parameters())
+        flat = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
+        dist.all_reduce(flat, group=self.dp)
+        for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+            parameter.grad = part.view_as(parameter)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Return this rank's part of the mean over all ranks; arguments are those of this rank."""
+        if not self.sizes.layers:
+            return (self.blocks[0](x) - targets).square().mean() / self.ranks
+        targets = targets.view(-1)
+        count = (targets != -100).sum()
+        work = dist.all_reduce(count, group=self.dp, async_op=True) if self.ranks > 1 else None
+        x = self.tokens(x) + self.places(self.numbers)
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.norm(x))
-        loss = F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1)) / self.dp.size()
-        return Reduce.apply(loss, self.dp) if self.dp.size() > 1 else loss
+        total = F.cross_entropy(logits.view(-1, logits.shape[-1]), targets, reduction="sum")
+        if work is not None:
+            work.wait()
+        return total / count
 
-    def load(self, whole: nn.Module, rank: int, ranks: int) -> HandGPT:
+    def load(self, whole: nn.Module, rank: int, ranks: int) -> ByHand:
         """Take this rank's parts of the parameters of a whole model."""
-        for (name, own), source in zip(self.named_parameters(), whole.parameters(), strict=True):
-            part = source.detach()
+        sources = dict(whole.named_parameters())
+        for name, own in self.named_parameters():
+            part = sources[name].detach()
             for pattern, placements in PLAN["parameter"].items():
                 if re.fullmatch(pattern, name):
                     part = part.chunk(ranks, placements["tp"].dim)[rank]
@@ -173,7 +237,7 @@ def sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 def torch_sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Return a copy on torch's DTensors."""
+    """Return a copy all of whose tensors are torch's DTensors."""
     model = copy.deepcopy(model)
     for prefix, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -183,4 +247,20 @@ def torch_sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
                     cut = placements["tp"]
             made = torch_tensor.distribute_tensor(parameter.detach(), mesh, [Replicate(), cut], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(made))
+    return model
+
+
+def torch_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Return a copy as torch's tutorials make one: `parallelize_module` over tp, `fully_shard` over dp.
+
+    Its linear layers take and return plain local tensors, so that the rest of the model knows nothing of DTensors.
+    """
+    model = copy.deepcopy(model)
+    styles = {name: ColwiseParallel() for name in ("q", "k", "v", "up")}
+    rows = {name: RowwiseParallel() for name in ("o", "down")}
+    torch_parallelize_module(model, mesh["tp"], {f"blocks.*.{n}": s for n, s in (styles | rows).items()})
+    if mesh.size(0) > 1:
+        for block in model.blocks:  # type: ignore[union-attr]
+            fully_shard(block, mesh=mesh["dp"], reshard_after_forward=False)
+        fully_shard(model, mesh=mesh["dp"], reshard_after_forward=False)
     return model

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vescale_dtensor import DTensor, Replicate, Shard, distribute_tensor, explain, parallelize_module, static
+from vescale_dtensor import DTensor, Replicate, Shard, Varying, distribute_tensor, explain, parallelize_module, static
 from vescale_dtensor._comm import gradients
 from vescale_testing import cached_mesh
 
