@@ -1,6 +1,6 @@
 """Run the operators of `row_ops` on DTensors, on some ranks of this machine, and compare with one device.
 
-pip install --no-deps --no-build-isolation examples/custom_op_plugin
+pip install --no-deps examples/custom_op_plugin
 python examples/custom_op_plugin/check.py --ranks 2
 """
 
@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from vescale_dtensor import Replicate, Shard, distribute_tensor, set_implicit_communication, verify_rule
-from vescale_dtensor._register import ask_plugins
 
 
 def program(x: Tensor, w: Tensor) -> Tensor:
@@ -56,7 +55,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     ranks = parser.parse_args().ranks
-    ask_plugins()
     x, w = torch.randn(6, 5, 8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
     samples = {
         row_ops.normalize_rows: [(x, 1e-6)],
