@@ -212,6 +212,7 @@ def test_memory_limits_what_is_kept_whole() -> None:
         cut = auto_plan(MLP().double(), mesh, wide, machine=BANDWIDTH_ONLY, memory=limit)
     assert free.predicted.parameters < data.predicted.parameters
     assert cut.predicted.state < data.predicted.state
+    assert cut.predicted.memory <= limit
 
 
 def test_dtensors_among_the_inputs_fix_the_axes_of_data() -> None:
@@ -221,6 +222,11 @@ def test_dtensors_among_the_inputs_fix_the_axes_of_data() -> None:
         plan = auto_plan(MLP(), mesh, batch)
         assert not any("dp" in v for k, v in plan["forward"].items() if k.startswith("input"))
         assert plan.predicted.flops <= 1.1 / 4 * predict(MLP(), mesh, {}, torch.zeros(8, 8)).flops
+
+
+class Drops(MLP):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x if mask.all() else x * mask)
 
 
 @pytest.mark.ranks(4, pool=True)
@@ -235,6 +241,10 @@ def test_parallelize_module_with_auto() -> None:
     model(batch).square().sum().backward()
     with pytest.raises(PlanError, match="found different plans"):
         auto_plan(MLP(), mesh, torch.ones(8, 8), memory=None if mesh.get_rank() else 1)
+    mask = torch.ones(8, 8, dtype=torch.long)
+    assert "takes no" not in str(auto_plan(Drops(), mesh, (batch, mask)))
+    mask[0, 0] = int(mesh.get_rank() > 0)  # ranks that have other data: nobody's count
+    assert "takes no" in str(auto_plan(Drops(), mesh, (batch, mask)))
 
 
 class Asks(MLP):

@@ -69,6 +69,21 @@ def test_layers_of_one_matrix_are_not_taken_together() -> None:
     assert len(skeleton(nn.Sequential(Layer(), Layer())).runs) == 1
 
 
+def test_one_layer_at_several_places_is_one_layer() -> None:
+    layer = Layer()
+    assert not skeleton(nn.Sequential(layer, layer, layer)).runs
+    tied = Stack(8, 8)
+    tied.layers[1].down.weight = tied.layers[0].down.weight
+    assert not skeleton(tied).runs
+
+
+def test_layers_that_stand_apart() -> None:
+    bones = skeleton(Stack(8, 8, 8, 8), apart=["layers.0"])
+    assert bones.weights() == {"layers.1": 3}
+    assert [run.names for run in skeleton(Stack(8, 8, 8), kept=2).runs] == [["layers.0", "layers.1", "layers.2"]]
+    assert len(skeleton(Stack(8, 8, 8), kept=2).module.layers) == 2  # type: ignore[arg-type]
+
+
 def test_tied_parameters_stay_tied() -> None:
     model = Stack(8, 8)
     model.layers[0].up.weight = model.layers[0].down.weight

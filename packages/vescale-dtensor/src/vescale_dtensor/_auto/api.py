@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,7 +23,7 @@ from .plan import AutoPlan, sections_of
 from .rehearse import Example, Key, Rehearsal, choices_of, failure
 from .search import Search
 from .skeleton import Skeleton, skeleton
-from .trace import Trace
+from .trace import Spot, Trace, Unit, Value
 
 
 def auto_plan(
@@ -43,8 +45,10 @@ def auto_plan(
     Args:
         model: a module that is not parallelized, on any device; the meta device will do. It is not changed.
         mesh: a mesh with names for its axes.
-        example_inputs: one batch for the whole mesh: a tensor, a tuple of arguments, or a mapping of named ones.
-            Only shapes and types count. DTensors fix which axes carry data.
+        example_inputs: one batch for the whole mesh: a tensor or dataclass, a tuple of arguments, or a mapping of
+            named ones.
+            Only shapes and types count, and values of whole numbers and masks where the model asks whether
+            something holds of them, if they are the same on all ranks. DTensors fix which axes carry data.
         memory: bytes that a rank has; plans beyond it lose.
         machine: speeds of the ranks and of the mesh axes; default: orders of magnitude by type of device.
 
@@ -64,13 +68,16 @@ def auto_plan(
         machine = DEVICES.get(info.device_type, Machine())
     rehearsal_mesh = RehearsalMesh(mesh)
     bones, trace = _traced(model, example)
-    rehearsal = Rehearsal(bones, rehearsal_mesh, example, machine)
+    if trace.answers and disagreements(info, {"answers": repr(trace.answers)}):
+        bones, trace = _traced(model, example, data=False)
+    rehearsal = Rehearsal(bones, rehearsal_mesh, example, machine, trace.answers)
     try:
         nothing = rehearsal.cost({})
     except Exception as error:
         raise failure(error) from error
-    batch, fixed = _batch(example, rehearsal_mesh)
-    search = Search(rehearsal, trace.units(), batch, fixed, nothing.flops, memory)
+    units = trace.units()
+    main = _main(units)
+    search = Search(rehearsal, units, *_batch(example, rehearsal_mesh, main), main, nothing.flops, memory)
     choices = search.run()
     cost = rehearsal.cost(choices, memory=True)
     title = f"auto plan for {type(model).__name__} on {info!r}"
@@ -110,8 +117,9 @@ def predict(
     info = mesh_info(mesh)
     example, rehearsal_mesh = _example(example_inputs), RehearsalMesh(mesh)
     requests = read(plan, model, info)
-    bones, _ = _traced(model, example)
-    rehearsal = Rehearsal(bones, rehearsal_mesh, example, machine or DEVICES.get(info.device_type, Machine()))
+    bones, trace = _traced(model, example)
+    machine = machine or DEVICES.get(info.device_type, Machine())
+    rehearsal = Rehearsal(bones, rehearsal_mesh, example, machine, trace.answers)
     choices = choices_of(requests, bones, rehearsal_mesh)
     try:
         return rehearsal.cost({rehearsal.known_as(k): v for k, v in choices.items()}, memory=True)
@@ -122,50 +130,82 @@ def predict(
 
 
 def _example(inputs: Any) -> Example:
-    if isinstance(inputs, Tensor):
+    if isinstance(inputs, Tensor) or (is_dataclass(inputs) and not isinstance(inputs, Mapping)):
         return Example((inputs,), {})
     if isinstance(inputs, Mapping):
         return Example((), dict(inputs))
     if isinstance(inputs, tuple | list):
         return Example(tuple(inputs), {})
     raise TypeError(
-        f"example_inputs must be a tensor, a tuple of arguments or a mapping of named ones, "
+        f"example_inputs must be a tensor, a dataclass, a tuple of arguments or a mapping of named ones, "
         f"got {type(inputs).__name__}; one batch such as the model is called with will do"
     )
 
 
-def _traced(model: nn.Module, example: Example) -> tuple[Skeleton, Trace]:
+def _traced(model: nn.Module, example: Example, *, data: bool = True) -> tuple[Skeleton, Trace]:
     """The skeleton with repeated layers left out; whole where the model does not run without them."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if getattr(model, "_vescale_root", None) is not None:
         raise PlanError(f"{type(model).__name__} is parallelized already; make the plan before")
-    bones = skeleton(model)
-    if bones.runs:
-        try:
-            return bones, Trace(bones, example)
-        except PlanError:  # its forward counts on all layers being there
-            bones = skeleton(model, shorten=False)
-    return bones, Trace(bones, example)
+    apart: set[str] = set()
+    try:
+        while (pairs := skeleton(model, kept=2, apart=apart)).runs:
+            trace = Trace(pairs, example, data=data)
+            more = {name for run in pairs.runs for name in trace.apart(run)}
+            if not more:
+                bones = skeleton(model, apart=apart)
+                return bones, Trace(bones, example, data=data)
+            apart |= more  # and what is repeated inside of them
+    except PlanError:  # its forward counts on all layers being there; else what follows says so again
+        pass
+    bones = skeleton(model, kept=None)
+    return bones, Trace(bones, example, data=data)
 
 
-def _batch(example: Example, mesh: RehearsalMesh) -> tuple[dict[int, list[Key]], dict[int, int]]:
-    """Where the inputs may be cut, by layout of the stream, and the axes along which DTensors among them are cut."""
+def _batch(
+    example: Example, mesh: RehearsalMesh, main: tuple[int, ...]
+) -> tuple[dict[int, dict[Key, int]], list[Spot], dict[int, int]]:
+    """How the inputs are cut, by layout of the stream; all of them; the axes along which DTensors are cut already.
+
+    The stream tells the sizes of its dims; of the inputs those dims are cut that have these sizes. Where it has no
+    dim in common with them, the largest first dim is taken for the batch.
+    """
     given: list[tuple[Path, Tensor]] = []
     for name, value in (*((str(i), a) for i, a in enumerate(example.args)), *example.kwargs.items()):
         _tensors(value, (name,), given)
     fixed = {
         axis: kind for _, t in given if isinstance(t, DTensor) for axis, kind in enumerate(t._spec.types) if kind >= 0
     }
-    rows = max((t.shape[0] for _, t in given if t.ndim), default=1)
-    batch = [path for path, t in given if t.ndim and t.shape[0] == rows]
-    layouts: dict[int, list[Key]] = {}
-    if rows > 1:
-        whole = len(batch) == len(given)
-        layouts[0] = [Key("input", "", ())] if whole else [Key("input", "", path) for path in batch]
-    if all(t.ndim > 1 for _, t in given):
-        layouts[1] = []  # the sequence is cut behind the first modules, not at the input
-    return layouts, fixed
+    spots = [Spot("input", "", Value(path, id(t), tuple(t.shape), t.is_floating_point())) for path, t in given]
+    rows = max((s.value.shape[0] for s in spots if s.value.shape), default=1)
+    layouts: dict[int, dict[Key, int]] = {}
+    cut = _cut(spots, 0, main[0]) if main and main[0] > 1 else {}
+    cut = cut or {k: d for k, d in _cut(spots, 0, rows).items() if d == 0}
+    if rows > 1 and cut:
+        layouts[0] = {Key("input", "", ()): 0} if len(cut) == len(given) and not any(cut.values()) else cut
+    if len(main) > 2 and main[1] > 1:  # tokens are cut behind the first modules
+        layouts[1] = _cut([s for s in spots if s.value.flows and len(s.value.shape) > 2], 1, main[1])
+        if layouts[1]:
+            layouts[1] |= _cut([s for s in spots if not s.value.flows], 1, main[1])
+    return layouts, spots, fixed
+
+
+def _main(units: list[Unit]) -> tuple[int, ...]:
+    """The most common shape of the stream."""
+    shapes = Counter(v.shape for unit in units for v in unit.outputs)
+    return max(shapes, key=lambda s: shapes[s], default=())
+
+
+def _cut(spots: list[Spot], dim: int, size: int) -> dict[Key, int]:
+    """Where each input has a dim of this size: at the same place, or else at the only one."""
+    found = {}
+    for spot in spots:
+        shape = spot.value.shape
+        where = [dim] if len(shape) > dim and shape[dim] == size else [d for d, n in enumerate(shape) if n == size]
+        if len(where) == 1:
+            found[Key("input", "", spot.value.path)] = where[0]
+    return found
 
 
 def _tensors(value: Any, path: Path, into: list[tuple[Path, Tensor]]) -> None:

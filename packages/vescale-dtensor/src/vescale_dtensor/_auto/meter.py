@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +22,29 @@ _current_node = torch._C._current_autograd_node
 _LEAF = 1 << 60
 
 
+class TooMuch(Exception):
+    """The step costs more than anybody would pay."""
+
+
+@dataclass(frozen=True, slots=True)
+class Most:
+    """Beyond what a step ends with `TooMuch`."""
+
+    seconds: float = math.inf
+    """Of communication."""
+    flops: float = math.inf
+    """In matrix products and convolutions."""
+    memory: float = math.inf
+    """Bytes of what is held."""
+
+    def within(self, other: Most) -> bool:
+        """Whether nothing more is allowed than there."""
+        return self.seconds <= other.seconds and self.flops <= other.flops and self.memory <= other.memory
+
+
+_ANYTHING = Most()
+
+
 class Meter(TorchDispatchMode):
     """Context manager that counts, for one forward and backward on meta tensors.
 
@@ -27,11 +52,22 @@ class Meter(TorchDispatchMode):
         weights: how many layers a module stands for, by module.
         machine: for the seconds of collectives.
         memory: whether to count what autograd keeps, which takes longer.
+        most: beyond what it ends with `TooMuch`.
+        held: bytes that are held already.
     """
 
-    def __init__(self, weights: Mapping[nn.Module, int], machine: Machine, *, memory: bool = False) -> None:
+    def __init__(
+        self,
+        weights: Mapping[nn.Module, int],
+        machine: Machine,
+        *,
+        memory: bool = False,
+        most: Most = _ANYTHING,
+        held: int = 0,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._weights, self._machine, self._memory = weights, machine, memory
+        self._weights, self._machine, self._memory, self._most = weights, machine, memory, most
+        self._spare = most.memory - held
         self.flops = self.touched = self.sent = self.seconds = 0.0
         self.implicit = self.kept = 0
         self.count: dict[tuple[str, tuple[str, ...]], list[int]] = {}
@@ -104,6 +140,8 @@ class Meter(TorchDispatchMode):
         entry[1] += weight * event.num_bytes
         self.sent += weight * wire_bytes(event.name, event.num_bytes, ranks)
         self.seconds += weight * self._machine.seconds(event.name, event.num_bytes, ranks, axes)
+        if self.seconds > self._most.seconds:
+            raise TooMuch
         if _cause()[0] in ("implicit", "fallback"):
             self.implicit += weight
 
@@ -112,6 +150,8 @@ class Meter(TorchDispatchMode):
         if not isinstance(t, nn.Parameter) and storage._cdata not in self._seen:
             self._seen[storage._cdata] = t  # keeps the address from being used again
             self.kept += self._weight() * t.element_size() * _elements(t)
+            if self.kept > self._spare:
+                raise TooMuch
         return t
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -128,6 +168,8 @@ class Meter(TorchDispatchMode):
                 self.touched += weight * t.element_size() * t.numel()
         if kind.flops is not None:
             self.flops += weight * kind.flops(args, out)
+            if self.flops > self._most.flops:
+                raise TooMuch
         return out
 
 

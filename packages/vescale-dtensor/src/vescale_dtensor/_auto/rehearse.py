@@ -6,17 +6,17 @@ the rank that holds the largest shards.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
-from .._comm.move import strip
-from .._modules.forward import InputHook, OutputHook, children
+from .._comm.move import forget_casts
+from .._modules.forward import InputHook, OutputHook, children, rebuilt
 from .._modules.plan import Path, Request, Requests, merged
 from .._spec import Spec, spec_of
 from .._tensor import DTensor, make
@@ -24,7 +24,7 @@ from ..errors import PlanError
 from ..placements import I, Placement, to_axis_types, to_placement
 from .cost import Cost, Machine
 from .mesh import RehearsalMesh
-from .meter import Meter
+from .meter import Meter, Most, TooMuch
 from .skeleton import Skeleton
 from .stage import on_stage
 
@@ -42,6 +42,7 @@ class Key:
 
 
 _ANY = re.compile("")
+_ANYTHING = Most()
 
 Choices = Mapping[Key, tuple[int | None, ...]]
 """One axis type per mesh axis, None for as it is."""
@@ -68,8 +69,14 @@ class Example:
                 return made.requires_grad_(value.requires_grad)
             return value
 
-        args, kwargs = tree_map(ghost, (self.args, self.kwargs))
+        args, kwargs = _mapped(ghost, (self.args, self.kwargs))
         return Example(args, kwargs)
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """A nested value with its leaves replaced; containers are those that a plan can address."""
+    items = children(value)
+    return rebuilt(value, {k: _mapped(function, v) for k, v in items}) if items else function(value)
 
 
 def loss_of(output: Any) -> Tensor | None:
@@ -99,10 +106,18 @@ class Rehearsal:
         mesh: what it is planned for.
         example: arguments of one call.
         machine: for the seconds of collectives.
+        answers: to what the model asks of its data.
     """
 
-    def __init__(self, skeleton: Skeleton, mesh: RehearsalMesh, example: Example, machine: Machine) -> None:
-        self.skeleton, self.mesh, self.machine = skeleton, mesh, machine
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        mesh: RehearsalMesh,
+        example: Example,
+        machine: Machine,
+        answers: Sequence[bool] = (),
+    ) -> None:
+        self.skeleton, self.mesh, self.machine, self.answers = skeleton, mesh, machine, answers
         self.example = example.on_meta(mesh)
         module = skeleton.module
         named = dict(module.named_modules())
@@ -113,6 +128,7 @@ class Rehearsal:
         self._leaves: dict[tuple[str, Spec], DTensor] = {}
         self._converters: dict[tuple[Any, ...], Any] = {}
         self._known: dict[Any, Cost] = {}
+        self._beyond: dict[Any, Most] = {}
         self._gather_places(module)
         self._inputs: dict[str, Any] = {}
         self._outputs: dict[str, Any] = {}
@@ -159,10 +175,13 @@ class Rehearsal:
             side = self._inputs if section == "input" else self._outputs
             side[name] = self._converter(section, name, tuple(values))
         for name, whole in self._whole.items():
-            types = choices.get(Key("parameter", name), (None,) * self.mesh.ndim)
-            spec = spec_of(self.mesh, whole.shape, tuple(I if t is None else t for t in types))
+            spec = self._spec(name, whole, choices)
             for held, attribute in self._places[name]:
                 held[attribute] = self._leaf(name, whole, spec)
+
+    def _spec(self, name: str, whole: Tensor, choices: Choices) -> Spec:
+        types = choices.get(Key("parameter", name), (None,) * self.mesh.ndim)
+        return spec_of(self.mesh, whole.shape, tuple(I if t is None else t for t in types))
 
     def _converter(self, section: str, name: str, values: tuple[tuple[Path, tuple[int | None, ...]], ...]) -> Any:
         """The hook that moves the inputs or outputs of a module."""
@@ -187,7 +206,7 @@ class Rehearsal:
                 leaf = nn.Parameter(leaf, requires_grad=whole.requires_grad)  # type: ignore[assignment]
             self._leaves[name, spec] = leaf
         leaf.grad = None
-        leaf.__dict__.pop("_casts", None)
+        forget_casts(leaf)
         return leaf
 
     def known_as(self, key: Key) -> Key:
@@ -196,34 +215,53 @@ class Rehearsal:
 
     # ---------------------------------------------------------------- the step
 
-    def cost(self, choices: Choices, *, memory: bool = False) -> Cost:
+    def cost(self, choices: Choices, *, memory: bool = False, most: Most = _ANYTHING) -> Cost:
         """What a step under `choices` costs; remembered.
 
+        Args:
+            choices: the candidate.
+            memory: whether to count what autograd keeps.
+            most: beyond what nobody asks any more.
+
         Raises:
+            TooMuch: it costs more than `most`.
             Exception: whatever the model raises.
         """
         key = (memory, frozenset(kv for kv in choices.items() if any(t is not None for t in kv[1])))
         found = self._known.get(key)
         if found is None:
-            self._place(choices)
-            found = self._known[key] = self._run(memory)
+            beyond = self._beyond.get(key)
+            if beyond is not None and most.within(beyond):
+                raise TooMuch
+            try:
+                found = self._known[key] = self._run(choices, memory, most)
+            except TooMuch:
+                self._beyond[key] = most
+                raise
         return found
 
-    def _run(self, memory: bool) -> Cost:
-        meter = Meter(self._weights, self.machine, memory=memory)
+    def state(self, choices: Choices) -> tuple[int, int]:
+        """Bytes of the rank's parameters, and of these with gradients and two moments."""
+        parameters = state = 0
+        for name, whole in self._whole.items():
+            if isinstance(whole, nn.Parameter):
+                size = math.prod(self._spec(name, whole, choices).local_shape) * whole.element_size()
+                size *= self.skeleton.weight_of(name)
+                parameters += size
+                state += size * (4 if whole.requires_grad else 1)
+        return parameters, state
+
+    def _run(self, choices: Choices, memory: bool, most: Most) -> Cost:
+        parameters, state = self.state(choices)
+        if state > most.memory:
+            raise TooMuch
+        self._place(choices)
+        meter = Meter(self._weights, self.machine, memory=memory, most=most, held=state)
         example = self.example
-        with on_stage(), meter:
+        with on_stage(self.answers), meter:
             loss = loss_of(self.skeleton.module(*example.args, **example.kwargs))
             if loss is not None:
                 loss.backward()  # type: ignore[no-untyped-call]
-        parameters = state = 0
-        for name, whole in self._whole.items():
-            held, attribute = self._places[name][0]
-            local = strip(held[attribute])
-            size = local.numel() * local.element_size() * self.skeleton.weight_of(name)
-            if isinstance(whole, nn.Parameter):
-                parameters += size
-                state += size * (4 if whole.requires_grad else 1)
         return Cost(
             meter.totals, meter.sent, meter.seconds, meter.flops, 3 * meter.touched + 2 * state, meter.implicit,
             parameters, state, meter.kept,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,11 @@ class Run:
     """Their names in the container."""
     all_of: tuple[str, ...]
     """Names of all children of the container."""
+
+    @property
+    def names(self) -> list[str]:
+        """Full names of the layers."""
+        return [_join(self.container, i) for i in self.indices]
 
     @property
     def kept(self) -> str:
@@ -70,19 +75,24 @@ class Skeleton:
         return re.escape(name)
 
 
-def skeleton(module: nn.Module, *, shorten: bool = True) -> Skeleton:
+def skeleton(module: nn.Module, *, kept: int | None = 1, apart: Container[str] = ()) -> Skeleton:
     """Copy a module to the meta device, and leave out repeated layers.
+
+    Args:
+        module: the model.
+        kept: how many layers of a run stay; None leaves nothing out.
+        apart: names of layers that stand for themselves only.
 
     Raises:
         PlanError: a parameter is distributed already or has no shape yet.
     """
     copied = _on_meta(module)
-    if not shorten:
+    if kept is None:
         return Skeleton(copied)
-    runs = list(_runs(copied))
+    runs = list(_runs(copied, apart))
     for run in runs:
         children = copied.get_submodule(run.container)._modules
-        for index in run.indices[1:]:
+        for index in run.indices[kept:]:
             del children[index]
     return Skeleton(copied, runs)
 
@@ -112,7 +122,7 @@ def _ghost(t: Tensor) -> Tensor:
     return nn.Parameter(made, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else made
 
 
-def _runs(root: nn.Module) -> Iterator[Run]:
+def _runs(root: nn.Module, apart: Container[str]) -> Iterator[Run]:
     """The outermost runs of repeated layers."""
     known: dict[int, Any] = {}
     inside: list[str] = []
@@ -124,20 +134,30 @@ def _runs(root: nn.Module) -> Iterator[Run]:
         while start < len(children):
             first = children[start][1]
             stop = start + 1
-            while stop < len(children) and _structure(children[stop][1], known) == _structure(first, known):
-                stop += 1
-            if stop - start > 1 and _is_layer(first):
+            if _join(name, children[start][0]) not in apart:
+                held = _parameters(first)
+                while stop < len(children) and structure(children[stop][1], known) == structure(first, known):
+                    more = _parameters(children[stop][1])
+                    if not held.isdisjoint(more):  # one layer that is called several times sends and holds once
+                        break
+                    held |= more
+                    stop += 1
+            if stop - start > 1 and is_layer(first):
                 yield Run(name, tuple(k for k, _ in children[start:stop]), tuple(k for k, _ in children))
                 inside += [_join(name, k) for k, _ in children[start:stop]]
             start = stop
 
 
-def _is_layer(module: nn.Module | None) -> bool:
+def _parameters(module: nn.Module | None) -> set[int]:
+    return set() if module is None else {id(p) for p in module.parameters()}
+
+
+def is_layer(module: nn.Module | None) -> bool:
     """Whether a module is large enough to be planned as one; smaller ones may take turns: one by column, one by row."""
     return module is not None and sum(p.ndim > 1 for p in module.parameters()) > 1
 
 
-def _structure(module: nn.Module | None, known: dict[int, Any]) -> Any:
+def structure(module: nn.Module | None, known: dict[int, Any]) -> Any:
     """What two modules must share to be taken for repetitions of one another."""
     if module is None:
         return None
@@ -147,6 +167,6 @@ def _structure(module: nn.Module | None, known: dict[int, Any]) -> Any:
         found = known[id(module)] = (
             type(module),
             tuple((n, None if t is None else (t.shape, t.dtype, t.requires_grad)) for n, t in tensors),
-            tuple((n, _structure(m, known)) for n, m in module._modules.items()),
+            tuple((n, structure(m, known)) for n, m in module._modules.items()),
         )
     return found

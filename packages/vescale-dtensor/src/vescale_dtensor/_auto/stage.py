@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,18 +23,23 @@ class _Stage(DeviceContext):
 
     Where the model asks whether something holds of its data, which are not there, it does not.
 
+    Args:
+        answers: what holds, in the order of the questions.
+
     Attributes:
-        guesses: how often it asked.
+        guesses: how often there was no answer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, answers: Sequence[bool] = ()) -> None:
         super().__init__(torch.device("meta"))
         self.guesses = 0
+        self._answers = iter(answers)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__bool__ and args[0].dtype == torch.bool:  # is a mask of ones, say: as if it were not
-            self.guesses += 1
-            return False
+            answer = next(self._answers, None)
+            self.guesses += answer is None
+            return bool(answer)
         if func is F.scaled_dot_product_attention:
             operands = (*args, *(kwargs or {}).values())
             if any(t.__class__ is DTensor for t in operands):  # its rule, then the local parts
@@ -69,9 +74,9 @@ _attention.__name__ = "scaled_dot_product_attention"  # what it stands for
 
 
 @contextlib.contextmanager
-def on_stage() -> Iterator[_Stage]:
-    """What holds while a skeleton runs."""
-    stage = _Stage()
+def on_stage(answers: Sequence[bool] = ()) -> Iterator[_Stage]:
+    """What holds while a skeleton runs; `answers` to what it asks of its data."""
+    stage = _Stage(answers)
     before = policy.state.communication
     policy.state.communication = "allow"
     policy.state.inside_modules += 1

@@ -1,12 +1,14 @@
 """What a model consists of, seen in one call on the meta device: units, groups of parameters, stream tensors.
 
-A *unit* is a module that is planned as one, such as an attention or an MLP: the largest whose children are not
-divided further. A *group* is parameters that are cut alike: those of modules that read the same tensor. The
-*stream* is what flows between units: the tensors with a gradient that units take and give.
+A *unit* is a module that is planned as one, such as an attention or an MLP: the largest whose children have no
+more than one matrix each. A *group* is parameters that are cut alike: those of modules that read the same tensor. The
+*stream* is what flows between units: the tensors with a gradient that units take and give. Units of one structure at
+the same place of repeated layers are *alike*; they are planned together.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +19,9 @@ from .._dispatch.call import function_name
 from .._irregular import interleaved
 from .._modules.forward import _parameters, children
 from .._modules.plan import Path
+from .known import Known
 from .rehearse import Example, failure, loss_of
-from .skeleton import Skeleton
+from .skeleton import Run, Skeleton, is_layer, structure
 from .stage import on_stage
 
 Option = tuple[tuple[str, int], ...]
@@ -60,6 +63,18 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
+class Spot:
+    """A tensor that a plan may move, beside those of the stream."""
+
+    section: str
+    """`input` or `output`."""
+    name: str
+    """Of the module."""
+    value: Value
+    """The tensor."""
+
+
+@dataclass(frozen=True, slots=True)
 class Unit:
     """A module that is planned as one."""
 
@@ -73,20 +88,30 @@ class Unit:
     """Stream tensors that it gives."""
     sole: bool
     """Whether the stream tensor is all that it takes."""
+    spots: tuple[Spot, ...]
+    """Tensors at the borders of modules inside, and those among its inputs that are not of the stream."""
+    likeness: Hashable
+    """Equal for units that are alike."""
 
 
 class Trace:
     """One call of a skeleton without a mesh.
 
+    Args:
+        skeleton: the model.
+        example: its arguments.
+        data: whether values of the example are looked at where the model asks for them.
+
     Attributes:
         sites: the first call of every module, by name.
-        guesses: how often the model asked whether something holds of its data.
+        answers: whether what the model asked of its data holds, in the order of its questions.
+        guesses: how often the example inputs alone did not tell.
 
     Raises:
         PlanError: the model does not run on the meta device.
     """
 
-    def __init__(self, skeleton: Skeleton, example: Example) -> None:
+    def __init__(self, skeleton: Skeleton, example: Example, *, data: bool = True) -> None:
         self.skeleton = skeleton
         self.sites: dict[str, Site] = {}
         self._alive: list[Any] = []
@@ -97,23 +122,27 @@ class Trace:
             handles.append(owner.register_forward_hook(self._leaving(name)))
         ghosts = example.on_meta(None)
         try:
-            with on_stage() as stage, self._splits:
+            known = Known((example.args, example.kwargs) if data else (), (ghosts.args, ghosts.kwargs) if data else ())
+            with on_stage() as stage, self._splits, known:
                 loss_of(module(*ghosts.args, **ghosts.kwargs))
-            self.guesses = stage.guesses
+            self.answers, self.guesses = known.answers, stage.guesses
         except Exception as error:
             raise failure(error) from error
         finally:
             for handle in handles:
                 handle.remove()
-            self._blocks = {
-                site.name: self._splits.blocks.get(v.identity, 1) for site in self.sites.values() for v in site.outputs
-            }
+            self._blocks = self._splits.within
+            for site in self.sites.values():
+                for v in site.outputs:
+                    if v.identity in self._splits.blocks:
+                        self._blocks.setdefault(site.name, {})[v.shape[-1]] = self._splits.blocks[v.identity]
             self._alive.clear()
             self._splits.alive.clear()
             self._bias_dims = _bias_dims(module)
 
     def _entering(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._splits.running.append(name)
             if name not in self.sites:
                 site = self.sites[name] = Site(name)
                 names = _parameters(module)[0]
@@ -125,6 +154,7 @@ class Trace:
 
     def _leaving(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
+            self._splits.running.pop()
             if not self.sites[name].outputs:
                 self._collect(output, (), self.sites[name].outputs)
 
@@ -139,6 +169,20 @@ class Trace:
         for key, item in children(value):
             self._collect(item, (*path, key), into)
 
+    def apart(self, run: Run) -> list[str]:
+        """Layers of a run that stand for themselves only, seen in a call in which two of them stand.
+
+        All do where the second does not take what the first gives: what is done between them would not be counted.
+        The first does where what flows has no gradient before it.
+        """
+        first, second = (self.sites.get(n) for n in run.names[:2])
+        if not first or not second:
+            return run.names
+        given = {v.identity: v.shape for v in first.outputs if v.flows}
+        if not any(v.identity in given for v in second.inputs):
+            return run.names
+        return run.names[:1] if any(v.shape in given.values() and not v.flows for v in first.inputs) else []
+
     # ---------------------------------------------------------------- units
 
     def units(self) -> list[Unit]:
@@ -147,9 +191,9 @@ class Trace:
 
     def _divide(self, name: str) -> list[str]:
         """Names of the units that the module consists of."""
-        parts = self._parts(name)
+        parts, get = self._parts(name), self.skeleton.module.get_submodule
         runs = any(r.kept.startswith(name + "." if name else "") and r.kept != name for r in self.skeleton.runs)
-        if parts and (runs or any(self._parts(p) for p in parts)):
+        if parts and (runs or any(self._parts(p) or is_layer(get(p)) for p in parts)):
             return [unit for part in parts for unit in self._divide(part)]
         return [name]
 
@@ -161,12 +205,34 @@ class Trace:
         return [n for n in below if not any(o != n and n.startswith(o + ".") for o in below)]
 
     def _unit(self, name: str) -> Unit:
-        site = self.sites[name]
-        flowing = tuple(v for v in site.inputs if v.flows)
-        return Unit(
-            name, tuple(self._groups(name)), flowing, tuple(v for v in site.outputs if v.flows),
-            sole=len(site.inputs) == len(flowing) == 1,
-        )  # fmt: skip
+        site, groups = self.sites[name], tuple(self._groups(name))
+        flowing = tuple(v for v in site.inputs if v.flows and name)  # those of the model itself are its batch
+        given = tuple(v for v in site.outputs if v.flows)
+        spots = tuple(self._spots(name))
+        likeness = self._likeness(name, groups, spots, flowing, given)
+        return Unit(name, groups, flowing, given, len(site.inputs) == len(flowing) == 1, spots, likeness)
+
+    def _spots(self, name: str) -> Iterator[Spot]:
+        site, prefix = self.sites[name], name + "." if name else ""
+        if name:
+            yield from (Spot("input", name, v) for v in site.inputs if v.shape and not v.flows)
+        known = {v.identity for v in (*site.inputs, *site.outputs)}
+        for inner in self.sites.values():
+            if inner.name.startswith(prefix) and inner.name != name:
+                for section, values in (("input", inner.inputs), ("output", inner.outputs)):
+                    yield from (Spot(section, inner.name, v) for v in values if v.flows and v.identity not in known)
+
+    def _likeness(
+        self, name: str, groups: tuple[Group, ...], spots: tuple[Spot, ...], *values: tuple[Value, ...]
+    ) -> Hashable:
+        """The place of a unit, with a star for the position of layers in a row, and what it consists of."""
+        get, path = self.skeleton.module.get_submodule, name.split(".")
+        layers = [p.isdigit() and is_layer(get(".".join(path[: i + 1]))) for i, p in enumerate(path)]
+        place = ".".join("*" if layer else p for layer, p in zip(layers, path, strict=True))
+        ways = tuple(tuple(tuple(t for _, t in option) for option in g.options) for g in groups)
+        flows = tuple(tuple((v.path, v.shape) for v in side) for side in values)
+        places = tuple((s.section, s.name[len(name) :], s.value.path) for s in spots)
+        return place, structure(get(name), {}), ways, places, flows
 
     def _groups(self, name: str) -> list[Group]:
         """Groups of a unit: modules that read one tensor share one, and so do modules that are not called."""
@@ -187,21 +253,51 @@ def _any_parameter(module: nn.Module) -> bool:
 
 
 class _Splits(TorchFunctionMode):
-    """Notes which tensors are split into equal blocks along the last dim."""
+    """Notes which tensors are split into equal blocks along the last dim.
+
+    Attributes:
+        blocks: number of blocks by identity of the tensor.
+        within: number of blocks by size of the dim, by name of the module in which it was split.
+        running: names of the modules that are running, the innermost last.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks: dict[int, int] = {}
+        self.within: dict[str, dict[int, int]] = {}
+        self.running: list[str] = [""]
         self.alive: list[Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if function_name(func) in ("split", "chunk", "tensor_split") and args and isinstance(out, tuple | list):
-            x, sizes = args[0], {t.shape for t in out}
-            if len(sizes) == 1 and len(out) > 1 and out[0].shape[-1] * len(out) == x.shape[-1]:
-                self.blocks[id(x)] = len(out)
-                self.alive.append(x)
+        out, name = func(*args, **(kwargs or {})), function_name(func)
+        if name == _PACKED[0] and len(args) > _PACKED[1] and args[_PACKED[1]] is not None:
+            self._note(args[_PACKED[1]].shape[0], 3)
+        elif args and isinstance(args[0], Tensor) and args[0].ndim:
+            blocks = _blocks_of(name, args[0], out)
+            if blocks > 1:
+                self.blocks[id(args[0])] = blocks
+                self.alive.append(args[0])
+                self._note(args[0].shape[-1], blocks)
         return out
+
+    def _note(self, size: int, blocks: int) -> None:
+        self.within.setdefault(self.running[-1], {})[size] = blocks
+
+
+_PACKED = ("multi_head_attention_forward", 5)
+"""A function and the position of its weight for queries, keys and values, which torch's own text splits unseen."""
+
+
+def _blocks_of(name: str, x: Tensor, out: Any) -> int:
+    """Into how many blocks a call cuts the last dim of its argument; up to three where it changes the shape."""
+    if name in ("split", "chunk", "tensor_split") and isinstance(out, tuple | list):
+        alike = len({t.shape for t in out}) == 1 and out[0].shape[-1] * len(out) == x.shape[-1]
+        return len(out) if alike else 1
+    if name in ("view", "reshape", "unflatten") and isinstance(out, Tensor) and out.ndim > x.ndim:
+        last = x.ndim - 1
+        if out.shape[:last] == x.shape[:last] and out.shape[last] <= 3:
+            return out.shape[last]
+    return 1
 
 
 def _bias_dims(root: nn.Module) -> dict[type, int]:
@@ -217,9 +313,11 @@ def _bias_dims(root: nn.Module) -> dict[type, int]:
     return found
 
 
-def _groups_of(modules: list[tuple[str, nn.Module]], blocks: dict[str, int], bias_dims: dict[type, int]) -> list[Group]:
+def _groups_of(
+    modules: list[tuple[str, nn.Module]], blocks: dict[str, dict[int, int]], bias_dims: dict[type, int]
+) -> list[Group]:
     """One group for modules with one matrix each that can be cut alike, else one group per matrix."""
-    ways = [_ways(name, module, blocks.get(name, 1), bias_dims.get(type(module))) for name, module in modules]
+    ways = [_ways(name, module, blocks.get(name, {}), bias_dims.get(type(module))) for name, module in modules]
     if len(ways) > 1 and all(len(w) == 1 for w in ways):
         common = [k for k in ways[0][0] if all(k in w[0] for w in ways)]
         if len(common) > 1:
@@ -227,11 +325,13 @@ def _groups_of(modules: list[tuple[str, nn.Module]], blocks: dict[str, int], bia
     return [Group(tuple(matrix.values())) for w in ways for matrix in w]
 
 
-def _ways(name: str, module: nn.Module, blocks: int, bias_dim: int | None) -> list[dict[tuple[int, bool], Option]]:
+def _ways(
+    name: str, module: nn.Module, blocks: dict[int, int], bias_dim: int | None
+) -> list[dict[tuple[int, bool], Option]]:
     """Ways to cut the parameters of one module, for each of its matrices, by axis type and whether a bias goes along.
 
     A bias of as many elements as a dim of the matrix goes with the cut of that dim. Where several dims fit and nothing
-    tells which it is, both are ways. Where the result is split into equal blocks, a cut of each of them is one more.
+    tells which it is, both are ways. A dim that is split into equal blocks may be cut within each of them.
     """
     prefix = name + "." if name else ""
     held = [(prefix + n, p) for n, p in module._parameters.items() if p is not None]
@@ -248,11 +348,12 @@ def _ways(name: str, module: nn.Module, blocks: int, bias_dim: int | None) -> li
                 options[dim, True] = ((matrix, dim), *((n, 0) for n in fitting))
             if not fitting or (bias_dim is None and sum(s == size for s in p.shape) > 1):
                 options[dim, False] = ((matrix, dim),)
-            if blocks > 1 and size % blocks == 0 and (fitting or not vectors):
-                each = interleaved(dim, blocks)
-                options[each, bool(fitting)] = ((matrix, each), *((n, interleaved(0, blocks)) for n in fitting))
+            count = blocks.get(size, 1)
+            if count > 1 and (fitting or not vectors):
+                each = interleaved(dim, count)
+                options[each, bool(fitting)] = ((matrix, each), *((n, interleaved(0, count)) for n in fitting))
         found.append(options)
     return found
 
 
-__all__ = ["Group", "Option", "Site", "Trace", "Unit", "Value"]
+__all__ = ["Group", "Option", "Site", "Spot", "Trace", "Unit", "Value"]
