@@ -36,7 +36,9 @@ class Running:
     __slots__ = ("back", "local", "span", "started", "steps")
 
     def __init__(self, local: Tensor, steps: Plan) -> None:
-        self.local, self.steps = local, steps
+        self.local: Tensor | None = local
+        """What is moved, until it has arrived."""
+        self.steps = steps
         self.started: Started | None = None
         self.span: object = None
         self.back: Running | None = None
@@ -63,6 +65,7 @@ def begin(x: Tensor, steps: Plan) -> Running:
 
 def end(running: Running) -> Tensor:
     """Return what a move brought; differentiable."""
+    assert running.local is not None
     if needs_grad(running.local):
         moved: Tensor = _End.apply(running.local, running)  # type: ignore[no-untyped-call]
         return moved
@@ -72,6 +75,7 @@ def end(running: Running) -> Tensor:
 def _start(running: Running) -> None:
     """Run a plan up to the start of its last step."""
     local = running.local
+    assert local is not None
     running.span = begin_span("move")
     *first, last = running.steps.steps
     for step in first:
@@ -84,13 +88,14 @@ def _start(running: Running) -> None:
 
 def _ended(running: Running) -> Tensor:
     assert running.started is not None
+    assert running.local is not None
     work, finish = running.started
     if work is not None:
         work.wait()
     moved = finish()
     end_span(running.span)
-    running.started = None
     local, steps = running.local, running.steps
+    running.started = running.local = None  # autograd keeps the move, but its memory is free from now on
     return in_order(moved, local.shape, local.stride()) if steps.ordered and local.stride() != steps.stride else moved
 
 
