@@ -151,7 +151,7 @@ def _static_step(example: Example, mesh: Any) -> tuple[Callable[[], None], str]:
     """A step of the static model, or of one with static layers where the whole cannot be, and which it is."""
     for granularity in ("module", "layers"):
         model, step = _our_step(example, mesh, granularity)
-        for _ in range(3):
+        for _ in range(5):
             step()
         if "def program" in model.static_code():
             break

@@ -65,11 +65,15 @@ class Contender:
 
 
 class _WithPlainTensors(Contender):
-    """Lets torch's DTensor take the positions, which the model makes, as the same on all ranks, as ours does."""
+    """Lets torch's DTensor take positions, which the model makes, as the same on all ranks, and adds gradients up."""
 
     def backward(self) -> Tensor:
         with implicit_replication():
-            return super().backward()
+            loss = super().backward()
+        for parameter in self.parameters:  # torch leaves them as pending sums; ours and those by hand are added up
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+        return loss
 
 
 def contenders(sizes: Sizes, mesh: DeviceMesh, only: tuple[str, ...] = ()) -> dict[str, Contender]:

@@ -18,9 +18,13 @@ MOST_BYTES = 8 << 20
 """Bytes that a pool keeps: what it keeps, the rest of a step has to do without."""
 
 
-def available(device: torch.device) -> bool:
-    """Whether buffers on a device are worth keeping; other devices have allocators that do, and that know streams."""
-    return device.type == "cpu" and hasattr(torch._C, "_storage_Use_Count")
+LEAST_BYTES = 1 << 17
+"""Bytes of the smallest buffer that is worth keeping: the C library keeps smaller blocks by itself."""
+
+
+def available(device: torch.device, num_bytes: int) -> bool:
+    """Whether a buffer is worth keeping; devices other than a CPU have allocators that do, and that know streams."""
+    return device.type == "cpu" and num_bytes >= LEAST_BYTES and hasattr(torch._C, "_storage_Use_Count")
 
 
 class Pool:

@@ -18,13 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .buffers import Pool
-from .move import dtensor_class, forget_casts, move_local, watchers
+from .._spec import Spec
+from .buffers import Pool, available
+from .move import dtensor_class, forget_casts, move_local, run_plan, watchers
 from .plan import Plan
 from .record import begin, end
 from .steps import AllReduce
 
-__all__ = ["Bucket", "Door", "divided", "keeps_bits"]
+__all__ = ["Bucket", "Door", "divided", "keeps_bits", "pool_for"]
 
 BUCKET_BYTES = 25 << 20
 """Bytes of gradients that travel together, about."""
@@ -43,15 +44,24 @@ class Bucket:
         waits: whether its backward waits for the sums; False: a `Door` does.
         pool: where the memory of messages comes from; None: anew in each step.
         shared: per parameter, whether calls that go back together share a cast, as those of the dynamic path do.
+        then: per parameter, where to move its cast within the rank; the way back leaves gradients as they are.
     """
 
     def __init__(
-        self, plans: Sequence[Plan], *, merged: bool, waits: bool, pool: Pool | None, shared: Sequence[bool]
+        self,
+        plans: Sequence[Plan],
+        *,
+        merged: bool,
+        waits: bool,
+        pool: Pool | None,
+        shared: Sequence[bool],
+        then: Sequence[Plan | None] = (),
     ) -> None:
         self.plans, self.merged, self.waits, self.pool = tuple(plans), merged, waits, pool
         self.__name__ = "bucket"
         self.kept = [p.target if kept else None for p, kept in zip(plans, shared, strict=True)]
         """Layouts of the casts that are kept with their parameters."""
+        self.then = {i: steps for i, steps in enumerate(then) if steps is not None}
         reducer = plans[0].reducer
         assert isinstance(reducer, AllReduce)
         self.reducer = reducer
@@ -112,6 +122,10 @@ class Bucket:
             known[spec.types] = cast, _version(parameter)
         return casts
 
+    def target_of(self, number: int) -> Spec:
+        """Layout of what a parameter becomes."""
+        return self.then.get(number, self.plans[number]).target
+
     def start(self, gradients: Sequence[Tensor | None]) -> Running:
         """Begin to sum gradients; None stays None."""
         token = begin("AllReduce")
@@ -125,12 +139,14 @@ class Bucket:
         return works, [None if g is None else next(rest) for g in gradients], token
 
     def _start_merged(self, gradients: list[Tensor]) -> tuple[list[dist.Work | None], list[Tensor]]:
-        sizes = [g.numel() for g in gradients]
-        one = gradients[0]
-        flat = one.new_empty(sum(sizes)) if self.pool is None else self.pool.take(one, sum(sizes))
-        torch.cat([g.reshape(-1) for g in gradients], out=flat)
+        one, count = gradients[0], sum([g.numel() for g in gradients])
+        if self.pool is None:
+            flat: Tensor = torch._C._nn.flatten_dense_tensors(gradients)
+        else:
+            flat = self.pool.take(one, count)
+            torch.cat([g.reshape(-1) for g in gradients], out=flat)
         work = self.reducer.start_in_place(flat)
-        return [work], [part.view(g.shape) for part, g in zip(torch.split(flat, sizes), gradients, strict=True)]
+        return [work], list(torch._C._nn.unflatten_dense_tensors(flat, gradients))
 
 
 class Door:
@@ -158,6 +174,16 @@ def keeps_bits(steps: Plan) -> bool:
     return steps.source.mesh.size_of(steps.axes) == 2
 
 
+def bytes_of(steps: Plan, parameter: Tensor) -> int:
+    """Return the bytes of the gradient of a cast on this rank; with dispatch off."""
+    return math.prod(steps.source.local_shape) * parameter.element_size()
+
+
+def pool_for(pool: Pool, casts: Sequence[tuple[Plan, Tensor]]) -> Pool | None:
+    """Return a pool where the message of a bucket is worth keeping, else None."""
+    return pool if available(casts[0][1].device, sum(bytes_of(*cast) for cast in casts)) else None
+
+
 def divided(casts: Sequence[tuple[Plan, Tensor]]) -> list[list[int]]:
     """Divide casts into buckets by axes, dtype and device, then by size, from the last one backward.
 
@@ -168,7 +194,7 @@ def divided(casts: Sequence[tuple[Plan, Tensor]]) -> list[list[int]]:
         Positions in `casts`, bucket by bucket.
     """
     groups: dict[Any, list[list[int]]] = {}
-    sizes = [math.prod(steps.source.local_shape) * parameter.element_size() for steps, parameter in casts]
+    sizes = [bytes_of(*cast) for cast in casts]
     for position in reversed(range(len(casts))):
         steps, parameter = casts[position]
         key = steps.source.mesh, steps.axes, parameter.dtype, parameter.device
@@ -208,17 +234,21 @@ class _Enter(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.bucket, ctx.members, ctx.owners = bucket, members, owners
-        return tuple([source.detach() for source in sources])
+        casts = [source.detach() for source in sources]
+        for number, steps in bucket.then.items():
+            at = number if members is None else members.index(number)  # a cast that is moved is never shared
+            casts[at] = run_plan(casts[at], steps)
+        return tuple(casts)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         bucket: Bucket = ctx.bucket
         _forget(ctx.owners)
         if any(g is not None and g.requires_grad for g in gradients):  # create_graph=True: stay differentiable
-            plans = bucket.plans if ctx.members is None else [bucket.plans[i] for i in ctx.members]
+            numbers = range(len(bucket.plans)) if ctx.members is None else ctx.members
             moved = [
-                None if g is None else move_local(g, p.target.dual, p.source.dual.types)
-                for g, p in zip(gradients, plans, strict=True)
+                None if g is None else move_local(g, bucket.target_of(i).dual, bucket.plans[i].source.dual.types)
+                for g, i in zip(gradients, numbers, strict=True)
             ]
             return None, None, None, *moved
         running = bucket.start(gradients)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .._comm.buffers import Pool, available
-from .._comm.gradients import Bucket, Door, divided, keeps_bits
+from .._comm.buffers import Pool
+from .._comm.gradients import Bucket, Door, divided, keeps_bits, pool_for
 from .._comm.move import bucketing
 from .._comm.plan import Plan
 from .._tap import slot
@@ -118,13 +118,14 @@ class Entrance:
             for positions in buckets:
                 members = [fitting[i] for i in positions]
                 keys = [key for key, _, _ in members]
-                bucket = self._bucket([steps for _, steps, _ in members], members[0][2], waits=len(buckets) == 1)
+                bucket = self._bucket([(steps, p) for _, steps, p in members], waits=len(buckets) == 1)
                 made.append(bucket)
                 self._groups.update(dict.fromkeys(keys, (bucket, keys)))
         self._door = Door(made) if len(made) > 1 else None
 
-    def _bucket(self, plans: list[Plan], one: Tensor, *, waits: bool) -> Bucket:
-        pool = self._pool if available(one.device) else None
+    def _bucket(self, casts: list[tuple[Plan, Tensor]], *, waits: bool) -> Bucket:
+        plans = [steps for steps, _ in casts]
+        pool = pool_for(self._pool, casts)
         return Bucket(plans, merged=keeps_bits(plans[0]), waits=waits, pool=pool, shared=[True] * len(plans))
 
     def _pass(self) -> None:

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._comm.buffers import Pool, available
-from .._comm.gradients import Bucket, Door, divided, keeps_bits
+from .._comm.buffers import Pool
+from .._comm.gradients import Bucket, Door, divided, keeps_bits, pool_for
 from .._comm.move import move
 from .._comm.plan import Plan, plan
-from .._comm.steps import AllReduce, Exchange, ReduceScatter
+from .._comm.steps import AllReduce, Exchange, KeepFirst, ReduceScatter
 from ..placements import I, R
 from .fold import memory_of
 from .overlap import overlap
@@ -125,6 +125,11 @@ class _Cast:
     position: int
     steps: Plan
 
+    @property
+    def then(self) -> Plan | None:
+        """Where the bucket moves the cast."""
+        return self.op.kwargs.get("then")
+
 
 def _bucket(record: _Record) -> None:
     """Cast parameters in buckets, in the order of their use, those that are used last in full ones."""
@@ -192,6 +197,9 @@ def _split(op: Op, given: set[int], recorder: Recorder) -> list[Op]:
     back = plan(steps.target.dual, source.dual.types)
     if any(isinstance(s, Exchange | ReduceScatter) for s in back.steps):  # one message would become two
         return [op]
+    rest = plan(cast.target, types)
+    if all(isinstance(s, KeepFirst) for s in rest.steps):  # the bucket can do that, too
+        return [Op(move, (op.args[0], between), {**op.kwargs, "then": rest}, op.result, True, op.keeps)]
     token = torch.empty(0).requires_grad_()  # a leaf, unlike a cast of the dynamic path
     recorder.know(token)
     return [
@@ -201,13 +209,14 @@ def _split(op: Op, given: set[int], recorder: Recorder) -> list[Op]:
 
 
 def _bucket_of(members: Sequence[_Cast], settings: Settings, *, waits: bool) -> Bucket:
-    pooled = "buffers" in settings.passes and available(members[0].op.args[0].device)
+    casts = [(c.steps, c.op.args[0]) for c in members]
     return Bucket(
         [c.steps for c in members],
         merged=not settings.exact or keeps_bits(members[0].steps),
         waits=waits,
-        pool=settings.pool if pooled else None,
-        shared=[c.op.result.grad_fn is not None for c in members],
+        pool=pool_for(settings.pool, casts) if "buffers" in settings.passes else None,
+        shared=[c.then is None and c.op.result.grad_fn is not None for c in members],
+        then=[c.then for c in members],
     )
 
 
