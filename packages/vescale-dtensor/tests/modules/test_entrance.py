@@ -98,6 +98,20 @@ def test_two_ranks_send_one_message_and_more_ranks_as_many_as_before() -> None:
 
 
 @RANKS
+def test_inputs_that_need_gradients_are_no_members_of_buckets() -> None:
+    mesh = cached_mesh(2, 2, names=("dp", "tp"))
+    torch.manual_seed(0)
+    net = parallelize_module(nn.Linear(4, 4, dtype=torch.float64), mesh, {"parameter": {"weight": {"tp": Shard(0)}}})
+    for _ in range(3):
+        x = distribute_tensor(batch(), mesh, [Shard(0), Replicate()]).requires_grad_()
+        net(x).square().sum().backward()
+        assert x.grad.placements == x.placements
+    root = net._vescale_root
+    members = {id(member.parameter()) for member in root.entrance._members.values()}
+    assert id(net.weight) in members <= {id(p) for p in net.parameters()}
+
+
+@RANKS
 def test_what_changes_between_calls_is_seen() -> None:
     mesh = cached_mesh(2, 2, names=("dp", "tp"))
     torch.manual_seed(0)

@@ -101,7 +101,7 @@ class Entrance:
         return True
 
     def _learn(self, key: Key, x: DTensor, steps: Plan) -> None:
-        if x.is_leaf:
+        if x.is_leaf and x.__dict__.get("_is_param"):  # an input of this call is not there in the next
             self._members[key] = _Member(weakref.ref(x), steps)
             self._news = True
 
