@@ -105,8 +105,8 @@ def _part_of_spec(spec: Any) -> Part:
         placements,
         _order(spec, len(sizes)),
     )
-    key = id(spec)
-    _parts[key] = (weakref.ref(spec, lambda _: _parts.pop(key, None)), meta, placements, mesh, part)
+    key, forget = id(spec), _parts.pop  # a name of this module is gone before the last spec is, at exit
+    _parts[key] = (weakref.ref(spec, lambda _: forget(key, None)), meta, placements, mesh, part)
     return part
 
 
