@@ -79,8 +79,8 @@ def _difference(example: Example, mesh: Any) -> tuple[float, int, int]:
     """Largest difference of a loss, implicit communications, and all communications of a step."""
     single = example.built().double()
     parallel = parallelize_module(copy.deepcopy(single), mesh, example.plan)
-    inputs, target = (_double(x) for x in example.batch())
-    placed = distribute_tensor(target, mesh, _target_placements(example))
+    inputs, target = (in_float64(x) for x in example.batch())
+    placed = distribute_tensor(target, mesh, target_placements(example))
     models = ((single, target), (parallel, placed))
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m, _ in models]
     worst, implicit, sent = 0.0, 0, 0
@@ -99,14 +99,15 @@ def _difference(example: Example, mesh: Any) -> tuple[float, int, int]:
     return worst, implicit, sent
 
 
-def _target_placements(example: Example) -> list[Any]:
+def target_placements(example: Example) -> list[Any]:
+    """Where the targets of a loss lie."""
     return [Shard(example.batch_dim) if axis == "dp" or example.spread else Replicate() for axis in AXES]
 
 
-def _double(value: Any) -> Any:
+def in_float64(value: Any) -> Any:
     """Floating-point tensors in float64."""
     if isinstance(value, dict):
-        return {k: _double(v) for k, v in value.items()}
+        return {k: in_float64(v) for k, v in value.items()}
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
@@ -144,7 +145,7 @@ def _our_step(example: Example, mesh: Any, granularity: str | None = None) -> tu
     if granularity is not None:
         static(model, granularity=granularity)
     inputs, target = example.batch(TIMED)
-    return model, _step(example, model, inputs, distribute_tensor(target, mesh, _target_placements(example)))
+    return model, _step(example, model, inputs, distribute_tensor(target, mesh, target_placements(example)))
 
 
 def _static_step(example: Example, mesh: Any) -> tuple[Callable[[], None], str]:

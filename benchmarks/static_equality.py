@@ -22,11 +22,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from _timing import Report, parser, row
+from models import in_float64, target_placements
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import start_processes
 
-from vescale_dtensor import DTensor, Replicate, Shard, distribute_tensor, parallelize_module, static
+from vescale_dtensor import DTensor, distribute_tensor, parallelize_module, static
 from vescale_dtensor.errors import StaticWarning
 from vescale_testing.models import Double, Example, Size, examples
 
@@ -37,7 +38,7 @@ NANOGPT = "nanoGPT"
 WHOLE, LAYERS = "whole", "each layer"
 
 
-def in_double(module: nn.Module) -> nn.Module:
+def inin_float64(module: nn.Module) -> nn.Module:
     """Make every step of a module one in float64, also where its text says float32; the mode is part of its forward."""
     forward = module.forward
 
@@ -89,7 +90,7 @@ def prepared(model: nn.Module, parts: str) -> list[nn.Module]:
     inside = {m for region in regions for m in region.modules()}
     around = {m for m in model.modules() if inside & set(m.modules())} - inside
     for module in [*regions, *(m for m in model.modules() if m not in inside | around)]:
-        in_double(module)
+        inin_float64(module)
     return regions
 
 
@@ -120,8 +121,8 @@ def _trained(example: Example, mesh: Any, steps: int, parts: str) -> tuple[int, 
     one, two = (parallelize_module(copy.deepcopy(single), mesh, example.plan) for _ in range(2))
     models = [single, one, two]
     regions = [static(m) for m in [prepared(m, parts) for m in models][2]]
-    inputs, target = (_double(x) for x in example.batch())
-    placed = distribute_tensor(target, mesh, _target_placements(example))
+    inputs, target = (in_float64(x) for x in example.batch())
+    placed = distribute_tensor(target, mesh, target_placements(example))
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in models]
     different, worst = 0, 0.0
     with warnings.catch_warnings(record=True) as caught:
@@ -156,17 +157,6 @@ def _bits(losses: list[Tensor], tensors: list[Any], *, gradients: bool) -> bool:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _target_placements(example: Example) -> list[Any]:
-    return [Shard(example.batch_dim) if axis == "dp" or example.spread else Replicate() for axis in AXES]
-
-
-def _double(value: Any) -> Any:
-    """Floating-point tensors in float64."""
-    if isinstance(value, dict):
-        return {k: _double(v) for k, v in value.items()}
-    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def main() -> None:
