@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .._spec import Spec
 from .buffers import Pool, available
-from .move import dtensor_class, forget_casts, move_local, run_plan, watchers
+from .move import dtensor_class, forget_casts_of, move_local, run_plan, watchers
 from .plan import Plan
 from .record import begin, end
 from .steps import AllReduce
@@ -174,14 +174,14 @@ def keeps_bits(steps: Plan) -> bool:
     return steps.source.mesh.size_of(steps.axes) == 2
 
 
-def bytes_of(steps: Plan, parameter: Tensor) -> int:
+def gradient_bytes(steps: Plan, parameter: Tensor) -> int:
     """Return the bytes of the gradient of a cast on this rank; with dispatch off."""
     return math.prod(steps.source.local_shape) * parameter.element_size()
 
 
 def pool_for(pool: Pool, casts: Sequence[tuple[Plan, Tensor]]) -> Pool | None:
     """Return a pool where the message of a bucket is worth keeping, else None."""
-    return pool if available(casts[0][1].device, sum(bytes_of(*cast) for cast in casts)) else None
+    return pool if available(casts[0][1].device, sum(gradient_bytes(*cast) for cast in casts)) else None
 
 
 def divided(casts: Sequence[tuple[Plan, Tensor]]) -> list[list[int]]:
@@ -194,7 +194,7 @@ def divided(casts: Sequence[tuple[Plan, Tensor]]) -> list[list[int]]:
         Positions in `casts`, bucket by bucket.
     """
     groups: dict[Any, list[list[int]]] = {}
-    sizes = [bytes_of(*cast) for cast in casts]
+    sizes = [gradient_bytes(*cast) for cast in casts]
     for position in reversed(range(len(casts))):
         steps, parameter = casts[position]
         key = steps.source.mesh, steps.axes, parameter.dtype, parameter.device
@@ -220,13 +220,6 @@ def _known_cast(holder: dict[str, Any], types: Any, version: int) -> Tensor | No
     return None if hit is None or hit[1] != version else hit[0]
 
 
-def _forget(owners: Sequence[weakref.ref[Tensor]]) -> None:
-    for owner in owners:
-        parameter = owner()
-        if parameter is not None:
-            forget_casts(parameter)
-
-
 class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -243,7 +236,7 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         bucket: Bucket = ctx.bucket
-        _forget(ctx.owners)
+        forget_casts_of(ctx.owners)
         if any(g is not None and g.requires_grad for g in gradients):  # create_graph=True: stay differentiable
             numbers = range(len(bucket.plans)) if ctx.members is None else ctx.members
             moved = [

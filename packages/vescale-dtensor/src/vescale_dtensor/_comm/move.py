@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -132,6 +132,54 @@ def move(x: DTensor, types: AxisTypes) -> DTensor:
     return y  # type: ignore[no-any-return]
 
 
+class Transfer:
+    """A plan under way on plain local data, without autograd: all of it is done but the last collective.
+
+    Args:
+        local: what is moved.
+        steps: the plan.
+    """
+
+    __slots__ = ("_local", "_order", "_running", "_span")
+
+    def __init__(self, local: Tensor, steps: Plan) -> None:
+        stride = local.stride()
+        self._order = (local.shape, stride) if steps.ordered and stride != steps.stride else None
+        self._running: Started | None = None
+        self._span: object | None = None
+        self._local = self._start(local, steps)
+
+    def _start(self, local: Tensor, steps: Plan) -> Tensor | None:
+        """Run up to and including the start of the last step; return the result if nothing is under way then."""
+        for number, step in enumerate(steps.steps, 1):
+            span = record.begin(type(step).__name__)
+            work, finish = step.start(local)
+            if work is not None and number == len(steps.steps):
+                self._running, self._span = (work, finish), span
+                return None
+            if work is not None:
+                work.wait()
+            local = finish()
+            record.end(span)
+        return local
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._running is None or self._running[0] is None or bool(self._running[0].is_completed())
+
+    def wait(self) -> Tensor:
+        """Return what arrived, once; the transfer holds nothing from then on."""
+        local, self._local = self._local, None
+        if self._running is not None:
+            (work, finish), self._running = self._running, None
+            if work is not None:
+                work.wait()
+            local = finish()
+            record.end(self._span)
+        assert local is not None
+        return local if self._order is None else in_order(local, *self._order)
+
+
 class Pending:
     """A redistribution under way; `wait()` returns the DTensor.
 
@@ -143,51 +191,22 @@ class Pending:
         self._steps = plan(x._spec, types)
         self._source = strip(x)
         self._result: DTensor | None = None
-        self._running: Started | None = None
-        self._span: object | None = None
-        self._local = self._source.detach()
-        self._next = 0
-        self._advance()
-
-    def _advance(self) -> None:
-        """Run up to and including the start of the last collective."""
-        steps = self._steps.steps
-        while self._next < len(steps):
-            span = record.begin(type(steps[self._next]).__name__)
-            work, finish = steps[self._next].start(self._local)
-            self._next += 1
-            if work is not None and self._next == len(steps):
-                self._running, self._span = (work, finish), span
-                return
-            if work is not None:
-                work.wait()
-            self._local = finish()
-            record.end(span)
+        self._transfer = Transfer(self._source.detach(), self._steps)
 
     def is_completed(self) -> bool:
         """Whether `wait` would return at once."""
-        return self._running is None or self._running[0] is None or bool(self._running[0].is_completed())
+        return self._transfer.is_completed()
 
     def wait(self) -> DTensor:
         """Return the redistributed tensor; may be called again."""
         if self._result is None:
-            if self._running is not None:
-                work, finish = self._running
-                if work is not None:
-                    work.wait()
-                self._local, self._running = finish(), None
-                record.end(self._span)
             source, target = self._steps.source, self._steps.target
-            y = self._local
-            if self._steps.ordered and self._source.stride() != self._steps.stride:
-                y = in_order(y, self._source.shape, self._source.stride())
+            y: Any = self._transfer.wait()
             if needs_grad(self._source):
                 y = _Attach.apply(self._source, source, target, y)  # type: ignore[no-untyped-call]
-            elif y is self._source:
-                y = y.detach()
             y.__class__ = dtensor_class()
-            y._spec = target  # type: ignore[attr-defined]
-            self._result = y  # type: ignore[assignment]
+            y._spec = target
+            self._result = y
             del self._source
         assert self._result is not None
         return self._result
@@ -199,6 +218,14 @@ class Pending:
 def forget_casts(x: Tensor) -> None:
     """Drop the casts of a tensor that were kept for others: its gradient has come, or it is another tensor now."""
     x.__dict__.pop("_casts", None)
+
+
+def forget_casts_of(references: Iterable[weakref.ref[Tensor]]) -> None:
+    """Drop the casts of those tensors that there still are."""
+    for reference in references:
+        x = reference()
+        if x is not None:
+            forget_casts(x)
 
 
 class Entrance(Protocol):

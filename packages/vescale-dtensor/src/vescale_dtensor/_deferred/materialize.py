@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .._bytes import bytes_of
+from .._bytes import bytes_of, hash_of
 from .._mesh import MeshInfo
 from ..placements import AxisTypes, P
 from .parts import NotByParts, by_parts
-from .tape import Constant, Memory, Ref, forget_freed, hash_of, is_deferred, leaves, mapped, memory_of, needed, ref_of
+from .tape import Constant, Memory, Ref, forget_freed, is_deferred, leaves, mapped, memory_of, needed, ref_of
 from .tensor import gradient
 from .whole import whole
 

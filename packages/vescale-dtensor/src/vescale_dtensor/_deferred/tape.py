@@ -7,8 +7,6 @@ made of a tensor, views, detached tensors and `.data` need no record of their ow
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from .._bytes import hash_of
 from .._spec import contiguous_stride
 
 _run = torch._C._disabled_torch_function_impl
@@ -153,14 +152,6 @@ class Node:
         first, *rest = self.args
         reads = [v for v in leaves((rest, self.kwargs)) if isinstance(v, Ref)]
         return first.memory is memory and first.is_whole and all(r.memory is not memory for r in reads)
-
-
-def hash_of(tensor: Tensor) -> str:
-    """Text that equals for real tensors of the same elements."""
-    data = tensor.resolve_conj().resolve_neg().contiguous().cpu()
-    num_bytes = data.numel() * data.element_size()
-    content = (ctypes.c_char * num_bytes).from_address(data.data_ptr()) if num_bytes else b""
-    return hashlib.blake2b(content, digest_size=12).hexdigest()
 
 
 def base_name(func: Any) -> str:

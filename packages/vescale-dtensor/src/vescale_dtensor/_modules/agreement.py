@@ -6,13 +6,12 @@ it is to give each rank a batch, or a seed, of its own, and every number would t
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
 from collections.abc import Mapping
 
 import torch.distributed as dist
 from torch import Tensor
 
+from .._bytes import hash_of
 from .._comm.objects import gather_objects
 from .._deferred import fingerprint, is_deferred
 from .._mesh import MeshInfo
@@ -25,10 +24,7 @@ def digest(tensor: Tensor) -> str:
     described = f"{list(tensor.shape)} {tensor.dtype}"
     if tensor.is_meta or tensor.layout.__repr__() != "torch.strided":
         return described
-    data = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
-    num_bytes = data.numel() * data.element_size()
-    content = (ctypes.c_char * num_bytes).from_address(data.data_ptr()) if num_bytes else b""
-    return f"{described} {hashlib.blake2b(content, digest_size=12).hexdigest()}"
+    return f"{described} {hash_of(tensor)}"
 
 
 def disagreements(mesh: MeshInfo, mine: Mapping[str, str]) -> dict[str, list[tuple[tuple[int, ...], str]]]:

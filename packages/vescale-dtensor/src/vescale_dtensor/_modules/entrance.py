@@ -131,7 +131,6 @@ class Entrance:
     def _pass(self) -> None:
         """Let all parameters through the door, so that their gradients are waited for at the end."""
         assert self._door is not None
-        # A record shows the casts alone: `static` makes buckets of its own.
         with torch._C.DisableTorchFunctionSubclass():
             unique = {id(p): p for m in self._members.values() if m.fits(p := m.parameter())}
             parameters = [p for p in unique.values() if p is not None]

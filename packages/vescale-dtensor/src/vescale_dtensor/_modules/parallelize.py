@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._api import distribute_tensor
-from .._comm.move import forget_casts
+from .._comm.move import forget_casts_of
 from .._deferred import finish, gradient, is_deferred, require_outside
 from .._dispatch import policy
 from .._mesh import MeshInfo, mesh_info
@@ -97,19 +97,9 @@ def parallelize_module(
     module.register_forward_hook(LeaveHook(root), always_call=True)
     module.register_load_state_dict_pre_hook(align_state_dict)  # type: ignore[no-untyped-call]
     policy.state.modules_exist = 1
-    weakref.finalize(module, _let_go, [weakref.ref(p) for p in module.parameters()]).atexit = False
+    # What a forward without a backward left holds parameters by way of autograd, where no garbage collector looks.
+    weakref.finalize(module, forget_casts_of, [weakref.ref(p) for p in module.parameters()]).atexit = False
     return module
-
-
-def _let_go(parameters: Sequence[weakref.ref[Tensor]]) -> None:
-    """Drop what a forward without a backward left at the parameters of a module that is gone.
-
-    A cast holds its parameter by way of autograd, where no garbage collector looks, and the parameter holds the cast.
-    """
-    for reference in parameters:
-        parameter = reference()
-        if parameter is not None:
-            forget_casts(parameter)
 
 
 def read(plan: AnyPlan, module: nn.Module, mesh: MeshInfo, example_inputs: Any = None) -> Requests:

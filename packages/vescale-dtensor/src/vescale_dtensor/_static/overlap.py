@@ -12,13 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._comm.move import move, move_local, needs_grad, strip, watchers
+from .._comm.move import Transfer, move, move_local, needs_grad, strip, watchers
 from .._comm.plan import Plan, plan
-from .._comm.record import begin as begin_span
-from .._comm.record import end as end_span
-from .._comm.steps import Started
 from .._dispatch.call import function_name
-from .._order import in_order
 from .recorder import Op, Recorder, tensors_of
 
 __all__ = ["begin", "end", "overlap"]
@@ -31,18 +27,20 @@ VIEWS = frozenset(
 
 
 class Running:
-    """A move under way."""
+    """A move under way, and its way back.
 
-    __slots__ = ("back", "local", "span", "started", "steps")
+    Args:
+        steps: the plan.
+    """
 
-    def __init__(self, local: Tensor, steps: Plan) -> None:
-        self.local: Tensor | None = local
-        """What is moved, until it has arrived."""
+    __slots__ = ("back", "local", "steps", "there")
+
+    def __init__(self, steps: Plan) -> None:
         self.steps = steps
-        self.started: Started | None = None
-        self.span: object = None
-        self.back: Running | None = None
-        """The way back, while it is under way."""
+        self.local: Tensor | None = None
+        """What is moved, connected to its graph, until it has arrived; None: without gradients."""
+        self.there: Transfer | None = None
+        self.back: Transfer | None = None
 
 
 def begin(x: Tensor, steps: Plan) -> Running:
@@ -55,71 +53,50 @@ def begin(x: Tensor, steps: Plan) -> Running:
     for watch in watchers:
         watch()
     local = strip(x)  # type: ignore[arg-type]
-    running = Running(local, steps)
+    running = Running(steps)
     if needs_grad(local):
         running.local = _Begin.apply(local, running)  # type: ignore[no-untyped-call]
     else:
-        _start(running)
+        running.there = Transfer(local, steps)
     return running
 
 
 def end(running: Running) -> Tensor:
     """Return what a move brought; differentiable."""
-    assert running.local is not None
-    if needs_grad(running.local):
-        moved: Tensor = _End.apply(running.local, running)  # type: ignore[no-untyped-call]
+    local, running.local = running.local, None  # autograd keeps the move, but not what was moved
+    if local is not None:
+        moved: Tensor = _End.apply(local, running)  # type: ignore[no-untyped-call]
         return moved
-    return _ended(running)
+    return _arrived(running)
 
 
-def _start(running: Running) -> None:
-    """Run a plan up to the start of its last step."""
-    local = running.local
-    assert local is not None
-    running.span = begin_span("move")
-    *first, last = running.steps.steps
-    for step in first:
-        work, finish = step.start(local)
-        if work is not None:
-            work.wait()
-        local = finish()
-    running.started = last.start(local)
-
-
-def _ended(running: Running) -> Tensor:
-    assert running.started is not None
-    assert running.local is not None
-    work, finish = running.started
-    if work is not None:
-        work.wait()
-    moved = finish()
-    end_span(running.span)
-    local, steps = running.local, running.steps
-    running.started = running.local = None  # autograd keeps the move, but its memory is free from now on
-    return in_order(moved, local.shape, local.stride()) if steps.ordered and local.stride() != steps.stride else moved
+def _arrived(running: Running) -> Tensor:
+    assert running.there is not None
+    there, running.there = running.there, None
+    return there.wait()
 
 
 class _Begin(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, running: Running) -> Tensor:
         ctx.running = running
-        _start(running)
+        running.there = Transfer(local, running.steps)
         return local.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         running: Running = ctx.running
-        if running.back is None:  # create_graph=True: it was moved at once
-            return grad, None
         back, running.back = running.back, None
-        return _ended(back), None
+        if back is None:  # create_graph=True: it was moved at once
+            return grad, None
+        return back.wait(), None
 
 
 class _End(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, running: Running) -> Tensor:
         ctx.running = running
-        return _ended(running)
+        return _arrived(running)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -128,8 +105,7 @@ class _End(torch.autograd.Function):
         back = plan(target.dual, source.dual.types)
         if grad.requires_grad or not back.steps:
             return move_local(grad, target.dual, source.dual.types), None
-        running.back = Running(grad, back)
-        _start(running.back)
+        running.back = Transfer(grad, back)
         return grad.new_zeros(()).expand(source.local_shape), None
 
 
@@ -165,10 +141,10 @@ def overlap(ops: Sequence[Op], recorder: Recorder, *, exact: bool) -> tuple[list
 
 def _asynchronous(op: Op) -> Plan | None:
     """The plan of a move whose way there sends something."""
-    if op.function is not move or op.keeps:
+    steps = op.plan
+    if steps is None or op.keeps or steps.kind not in ("reduce", "general"):
         return None
-    steps = plan(op.kwargs["spec"], op.args[1])
-    return steps if steps.kind in ("reduce", "general") and any(hasattr(s, "group") for s in steps.steps) else None
+    return steps if any(hasattr(s, "group") for s in steps.steps) else None
 
 
 def _earliest(ops: Sequence[Op], at: int, recorder: Recorder, *, exact: bool) -> int:

@@ -70,11 +70,6 @@ def improve(
     return record.ops, record.notes
 
 
-def plan_of(op: Op) -> Plan | None:
-    """The plan of a move; None for other steps."""
-    return plan(op.kwargs["spec"], op.args[1]) if op.function is move else None
-
-
 # ------------------------------------------------------------------ reuse
 
 
@@ -85,7 +80,7 @@ def _reuse(record: _Record) -> None:
     kept = []
     dropped = 0
     for op in record.ops:
-        steps = plan_of(op)
+        steps = op.plan
         if steps is None or not _sends(steps) or op.keeps:
             kept.append(op)
             continue
@@ -138,7 +133,7 @@ def _bucket(record: _Record) -> None:
     casts = [
         _Cast(op, position, steps)
         for position, op in enumerate(record.ops)
-        if (steps := plan_of(op)) is not None
+        if (steps := op.plan) is not None
         and steps.kind == "cast"
         and op.gradients
         and id(op.args[0]) in given
@@ -184,7 +179,7 @@ def _bucket(record: _Record) -> None:
 
 def _split(op: Op, given: set[int], recorder: Recorder) -> list[Op]:
     """Take the sum of a gradient out of a move that does more: cast first, and move what was cast."""
-    steps = plan_of(op)
+    steps = op.plan
     if steps is None or steps.kind != "general" or not op.gradients or id(op.args[0]) not in given:
         return [op]
     source, types = steps.source, steps.target.types

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._comm.move import move
-from .._comm.plan import Plan, plan
+from .._comm.plan import Plan
 from .._dispatch.call import function_name
 from .._spec import Spec
 from .._tensor import DTensor
@@ -224,7 +223,7 @@ def _requires_grad(tensor: Tensor) -> bool:
 
 
 def _write_op(writer: _Writer, op: Op, given: set[int]) -> None:
-    if op.function is move and _is_free(op):
+    if _is_free(op):
         writer.names.setdefault(writer.recorder.first(op.result), writer.tensor(op.args[0]))
         writer.used = []
         return
@@ -256,9 +255,9 @@ def _write_op(writer: _Writer, op: Op, given: set[int]) -> None:
 
 
 def _call(writer: _Writer, op: Op, given: set[int]) -> str:
-    if op.function is move:
-        x, types = op.args
-        steps = plan(op.kwargs["spec"], types)
+    steps = op.plan
+    if steps is not None:
+        x = op.args[0]
         # The cast of a parameter is kept with it, for all who need one before gradients come.
         function = cast if id(x) in given and steps.kind == "cast" else shift
         return f"{writer.function(function)}({writer.tensor(x)}, {writer.plan(steps)})"
@@ -268,9 +267,9 @@ def _call(writer: _Writer, op: Op, given: set[int]) -> str:
 
 
 def _is_free(op: Op) -> bool:
-    """Whether a move leaves the value as it is, and no gradient has to be summed."""
-    kind = plan(op.kwargs["spec"], op.args[1]).kind
-    return kind in ("alias", "cast", "relabel") and not _requires_grad(op.result)
+    """Whether a step is a move that leaves the value as it is, and no gradient has to be summed."""
+    steps = op.plan
+    return steps is not None and steps.kind in ("alias", "cast", "relabel") and not _requires_grad(op.result)
 
 
 def _with_deletes(lines: Sequence[tuple[str, list[str], list[str]]], returned: Sequence[str]) -> list[str]:

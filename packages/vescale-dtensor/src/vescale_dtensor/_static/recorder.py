@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from .._comm import record as communication
 from .._comm.move import move
+from .._comm.plan import Plan, plan
 from .._dispatch.call import function_name
 from .._dispatch.policy import user_frame
 from .._tap import slot
@@ -77,6 +78,11 @@ class Op:
     """Whether autograd was on."""
     keeps: bool
     """Whether it does more than to return its result."""
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of a move; None: this is none."""
+        return plan(self.kwargs["spec"], self.args[1]) if self.function is move else None
 
 
 class Recorder(TorchFunctionMode):
