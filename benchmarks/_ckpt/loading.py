@@ -8,6 +8,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
+from _process import forget_peak, resident
 from _timing import row
 
 from .measure import MIB, Rounds, Setup, State, compare, drop_cache, folder_bytes, make_state, summary, timed_load
@@ -105,16 +106,9 @@ def _peak(name: str, folder: str, size: int, send: Connection) -> None:
     probe.load(0, small)  # imports and thread pools do not count
     probe.close()
     into = make_state(size, fill=1.0)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    before = _status("VmRSS")
+    forget_peak()
+    before = resident("VmRSS")
     system.load(0, into)
-    send.send(max(0, _status("VmHWM") - before))
+    send.send(max(0, resident("VmHWM") - before))
     send.close()
     system.close()
-
-
-def _status(key: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024
-    raise KeyError(key)

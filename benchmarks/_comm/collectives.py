@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pickle
 import random
-import resource
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from _process import cpu_seconds
 from _timing import Report, Times, row
 from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
@@ -118,16 +118,11 @@ def in_turns(calls: Calls, rounds: int) -> tuple[Times, Times]:
     for number in range(rounds + 2):
         for name in dice.sample(names, len(names)):
             dist.barrier()
-            busy, start = _cpu_seconds(), time.perf_counter()
+            busy, start = cpu_seconds(), time.perf_counter()
             calls[name]()
-            spent = torch.tensor([time.perf_counter() - start, _cpu_seconds() - busy], dtype=torch.float64)
+            spent = torch.tensor([time.perf_counter() - start, cpu_seconds() - busy], dtype=torch.float64)
             dist.all_reduce(spent, op=dist.ReduceOp.MAX)
             if number >= 2:
                 wall[name].append(spent[0].item())
                 cpu[name].append(spent[1].item())
     return Times(wall), Times(cpu)
-
-
-def _cpu_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime

@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import os
 import pickle
-import resource
 import statistics
 import tempfile
 import time
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from _process import forget_peak, resident, timed_together
 from _timing import Report, row
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -265,14 +265,7 @@ def _time_steps(rank: int, world: int, batch: int, seconds: float) -> Spent:
     gc.disable()
     while going.item():
         for name, system in systems.items():
-            dist.barrier()
-            busy, start = _cpu_seconds(), time.perf_counter()
-            system.step(batches[number % 4])
-            wall = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-            cpu = torch.tensor(_cpu_seconds() - busy, dtype=torch.float64)
-            dist.all_reduce(wall, op=dist.ReduceOp.MAX)
-            dist.all_reduce(cpu)
-            spent[name].append((wall.item(), cpu.item()))
+            spent[name].append(timed_together(partial(system.step, batches[number % 4])))
         number += 1
         going[0] = float(time.monotonic() < end)
         dist.broadcast(going, 0)
@@ -287,24 +280,12 @@ def _peak(rank: int, world: int, name: str) -> float:
     System(TorchDDP(tiny), _adamw(tiny)).optimizer.zero_grad()  # imports and threads do not count
     batches = batches_of(rank, 1)
     gc.collect()
-    before = _status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = resident("VmRSS")
+    forget_peak()
     system = SYSTEMS[name](GPT())
     for tokens in batches[:WARM_UP]:
         system.step(tokens)
-    grown = torch.tensor(float(_status("VmHWM") - before), dtype=torch.float64)
+    grown = torch.tensor(float(resident("VmHWM") - before), dtype=torch.float64)
     everyone = [torch.zeros_like(grown) for _ in range(world)]
     dist.all_gather(everyone, grown)
     return statistics.median(one.item() for one in everyone)
-
-
-def _status(key: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024
-    raise KeyError(key)
-
-
-def _cpu_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime

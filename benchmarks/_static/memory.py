@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import statistics
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from _process import forget_peak, resident
 from _timing import Report, row
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -55,35 +53,20 @@ def _peaks(mesh: DeviceMesh, name: str, sizes: Sizes) -> tuple[float, float, flo
     tiny = contenders(Sizes(layers=1, width=16), mesh, (name,))[name]
     for _ in range(WARM_UP):  # imports, threads and caches do not count
         tiny()
-    before = _status("VmRSS", trim=True)
+    before = resident("VmRSS", trim=True)
     step = contenders(sizes, mesh, (name,))[name]
     del step.whole  # the model of one device, from which the parameters come
-    _status("VmRSS", trim=True)
-    _forget_peak()
+    resident("VmRSS", trim=True)
+    forget_peak()
     for _ in range(WARM_UP):
         step()
-    first = _status("VmHWM")
-    idle = _status("VmRSS", trim=True)
-    _forget_peak()
+    first = resident("VmHWM")
+    idle = resident("VmRSS", trim=True)
+    forget_peak()
     for _ in range(STEPS):
         step()
-    later = _status("VmHWM")
+    later = resident("VmHWM")
     return _median(later - before), _median(idle - before), _median(first - before), _median(before)
-
-
-def _forget_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def _status(key: str, *, trim: bool = False) -> int:
-    """Return a number of bytes that the kernel keeps on this process, with free memory given back first."""
-    if trim:
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024
-    raise KeyError(key)
 
 
 def _median(value: float) -> float:

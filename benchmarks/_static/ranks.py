@@ -6,7 +6,6 @@ import gc
 import logging
 import os
 import pickle
-import resource
 import statistics
 import tempfile
 import time
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from _process import timed_together
 from _timing import Report, Times
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.multiprocessing.spawn import start_processes
@@ -121,21 +121,9 @@ def in_turns(steps: Mapping[str, Callable[[], object]], seconds: float, least: i
     gc.disable()
     while going.item():
         for name, step in order if number % 2 else order[::-1]:
-            dist.barrier()
-            busy, start = _cpu_seconds(), time.perf_counter()
-            step()
-            wall = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-            cpu = torch.tensor(_cpu_seconds() - busy, dtype=torch.float64)
-            dist.all_reduce(wall, op=dist.ReduceOp.MAX)
-            dist.all_reduce(cpu)
-            spent[name].append((wall.item(), cpu.item()))
+            spent[name].append(timed_together(step))
         number += 1
         going[0] = float(number < least or time.monotonic() < end)
         dist.broadcast(going, 0)
     gc.enable()
     return spent
-
-
-def _cpu_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
