@@ -263,7 +263,7 @@ class DTensor(torch.Tensor):
         return copy
 
 
-_OURS = frozenset(("_spec", "_casts", "_is_param", "_is_grad", "_copy_of_view"))
+_OURS = frozenset(("_spec", "_casts", "_is_cast", "_is_param", "_is_grad", "_copy_of_view"))
 
 
 def _portrait(x: DTensor, local: Tensor) -> tuple[Any, ...]:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vescale_dtensor import Partial, Replicate, Shard, distribute_tensor, implicit_communication
+from vescale_dtensor import Partial, Replicate, Shard, Varying, distribute_tensor, implicit_communication
 from vescale_dtensor.errors import UnsupportedOperationError
 from vescale_testing import cached_mesh
 
@@ -98,3 +98,20 @@ def test_functions_told_to_work_in_place(name, placement):
     getattr(F, name)(expected, inplace=True)
     assert getattr(F, name)(x, inplace=True) is x
     assert torch.allclose(x.full_tensor(), expected)
+
+
+def test_casts_are_not_written_to_with_gradients() -> None:
+    """Autograd would send the gradients of what is written past the sum over ranks."""
+    mesh = cached_mesh(4, names=("tp",))
+    for grown in (True, False):
+        w = distribute_tensor(torch.ones(6), mesh, [Replicate()]).requires_grad_(grown)
+        cast = (w * 2).redistribute(placements=[Varying()])
+        if grown:
+            with pytest.raises(UnsupportedOperationError, match=r"mul_ writes into .*clone\(\)"):
+                cast.mul_(3)
+            cast.clone().mul_(3)
+            with torch.no_grad():
+                cast.mul_(3)
+        else:
+            cast.mul_(3)
+        assert cast.full_tensor().tolist() == [6.0] * 6

@@ -180,3 +180,94 @@ def test_a_recorded_function_around_a_module_of_several_buckets_stays_static() -
             assert isinstance(ours.grad, DTensor)
             torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
     assert "the gradients of 4 parameters go in 2 buckets" in loss.static_code()
+
+
+class Rows(nn.Module):
+    """Layers cut by rows, whose biases one rank adds to a pending sum; `twice` uses the second one again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8, dtype=torch.float64), nn.Linear(8, 4, dtype=torch.float64)
+
+    def forward(self, x: Tensor, twice: bool = False, change: bool = False) -> Tensor:
+        x = torch.tanh(self.up(x))
+        if change:
+            with torch.no_grad():
+                self.down.bias.mul_(1.5)
+        y = self.down(x)
+        return (y + self.down(x * 2) if twice else y).square().sum()
+
+
+ROWS = {
+    "parameter": {r"up\.(weight|bias)": {"tp": Shard(0)}, r"down\.weight": {"tp": Shard(1)}},
+    "forward": {"input.x": {"dp": Shard(0)}},
+}
+
+
+def rows_of(shape: tuple[int, int]) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    net = Rows()
+    return net, parallelize_module(copy.deepcopy(net), cached_mesh(*shape, names=("dp", "tp")), ROWS)
+
+
+@RANKS
+@pytest.mark.parametrize("size", [1 << 20, 100])
+def test_biases_of_pending_sums_travel_with_the_others(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradients, "BUCKET_BYTES", size)  # one bucket, or several behind a door
+    single, net = rows_of((2, 2))
+    counts, bits = [], []
+    for _ in range(3):
+        net.zero_grad()
+        with explain() as seen:
+            net(batch()).backward()
+        counts.append(sum(r.phase == "backward" and r.axes == ("dp",) for r in seen.records))
+        bits.append([p.grad.to_local().clone() for p in net.parameters()])
+    assert counts == ([4, 1, 1] if size > 100 else [4, *counts[1:]])
+    for later in bits[1:]:
+        assert all(map(torch.equal, later, bits[0]))  # the first call casts each by itself
+    single(batch()).backward()
+    same(single, net)
+
+
+@RANKS
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4)])
+def test_a_moved_cast_serves_one_use(shape: tuple[int, int]) -> None:
+    pair = rows_of(shape)
+    for _ in range(3):
+        for net in pair:
+            net.zero_grad()
+            net(batch(), twice=True).backward()
+            (net(batch(1)) * net(batch(2), twice=True)).backward()
+            first, second = net(batch(3), twice=True), net(batch(4))
+            second.backward()
+            first.backward()
+            with torch.no_grad():
+                net(batch(5))
+            net(batch(6), change=True).backward()
+            net.down.bias.requires_grad_(False)
+            net(batch(7)).backward()
+            net.down.bias.requires_grad_(True)
+        same(*pair)
+        torch.testing.assert_close(pair[1].down.bias.full_tensor(), pair[0].down.bias, rtol=1e-12, atol=1e-12)
+    assert not pair[1]._vescale_root.entrance._ready
+    for net in pair:
+        net.zero_grad()
+        grads = torch.autograd.grad(net(batch(), twice=True), list(net.parameters()), create_graph=True)
+        sum(g.square().sum() for g in grads).backward()
+    same(*pair)
+
+
+@RANKS
+def test_a_program_gives_the_bits_of_moved_casts() -> None:
+    for twice in (False, True):
+        _, net = rows_of((4, 1))
+        _, other = rows_of((4, 1))
+        program = static(other)
+        for number in range(4):
+            for one in (net, program):
+                one.zero_grad()
+                one(batch(number), twice=twice).backward()
+            assert all(
+                torch.equal(a.grad.to_local(), b.grad.to_local())
+                for a, b in zip(net.parameters(), other.parameters(), strict=True)
+            )

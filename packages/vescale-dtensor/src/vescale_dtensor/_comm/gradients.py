@@ -10,6 +10,7 @@ by autograd, waits for all: the messages of one bucket travel while the gradient
 from __future__ import annotations
 
 import math
+import operator
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor
 from .._spec import Spec
 from .buffers import Pool, available
 from .move import dtensor_class, forget_casts_of, move_local, run_plan, watchers
+from .nodes import applied
 from .plan import Plan
 from .record import begin, end
 from .steps import AllReduce
@@ -31,6 +33,8 @@ BUCKET_BYTES = 25 << 20
 """Bytes of gradients that travel together, about."""
 
 _version = Tensor._version.__get__  # type: ignore[attr-defined]
+_detach = torch._C.TensorBase.detach
+_has_casts = operator.methodcaller("__contains__", "_casts")
 Running = tuple[list[dist.Work | None], list[Tensor | None], object]
 """Works, the gradients that they reduce in place, and the token of a span."""
 
@@ -67,6 +71,8 @@ class Bucket:
         self.reducer = reducer
         self.running: list[Running] = []
         """What is under way, for the door."""
+        self._owners: list[weakref.ref[Tensor]] = []
+        """The parameters of the last call, so that steps need not make references anew."""
 
     def __repr__(self) -> str:
         how = "one message" if self.merged else f"{len(self.plans)} messages"
@@ -79,11 +85,12 @@ class Bucket:
             parameters: what is cast.
             passed: the same after a `Door`; None: there is none.
         """
-        for watch in watchers:
-            watch()
+        if watchers:
+            for watch in watchers:
+                watch()
         sources = parameters if passed is None else passed
         holders = [p.__dict__ for p in parameters]
-        if any("_casts" in h for h in holders):
+        if any(map(_has_casts, holders)):
             return self._with_known(parameters, sources, holders)
         return self._enter(None, parameters, sources, holders)
 
@@ -108,19 +115,24 @@ class Bucket:
     ) -> Sequence[Tensor]:
         """Cast some of the parameters, None for all, and keep the casts with them."""
         specs = self.kept if members is None else [self.kept[i] for i in members]
-        owners = [weakref.ref(p) for p, spec in zip(parameters, specs, strict=True) if spec is not None]
-        casts: Sequence[Any] = _Enter.apply(self, members, owners, *sources)  # type: ignore[no-untyped-call]
+        casts: Sequence[Any] = _enter(self, members, self._references(parameters), *sources)
         cls = dtensor_class()
-        for holder, spec, cast, parameter in zip(holders, specs, casts, parameters, strict=True):
+        for holder, spec, cast, version in zip(holders, specs, casts, map(_version, parameters), strict=True):
             if spec is None:
                 continue
             cast.__class__ = cls
-            cast._spec = spec
-            known = holder.get("_casts")  # the same parameter may be cast to two layouts
-            if known is None:
-                known = holder["_casts"] = {}
-            known[spec.types] = cast, _version(parameter)
+            cast._spec, cast._is_cast = spec, True
+            if "_casts" in holder:  # the same parameter may be cast to two layouts
+                holder["_casts"][spec.types] = cast, version
+            else:
+                holder["_casts"] = {spec.types: (cast, version)}
         return casts
+
+    def _references(self, parameters: list[Tensor]) -> list[weakref.ref[Tensor]]:
+        owners = self._owners
+        if len(owners) != len(parameters) or not all(map(operator.is_, [o() for o in owners], parameters)):
+            owners = self._owners = list(map(weakref.ref, parameters))
+        return owners
 
     def target_of(self, number: int) -> Spec:
         """Layout of what a parameter becomes."""
@@ -165,7 +177,7 @@ class Door:
 
     def __call__(self, parameters: list[Tensor]) -> Sequence[Tensor]:
         """Return the parameters, for buckets; their gradients are waited for on the way back."""
-        passed: Sequence[Tensor] = _Pass.apply(self, *parameters)  # type: ignore[no-untyped-call]
+        passed: Sequence[Tensor] = _pass(self, *parameters)
         return passed
 
 
@@ -227,7 +239,9 @@ class _Enter(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.bucket, ctx.members, ctx.owners = bucket, members, owners
-        casts = [source.detach() for source in sources]
+        if not bucket.then:
+            return tuple(map(_detach, sources))
+        casts = list(map(_detach, sources))
         for number, steps in bucket.then.items():
             at = number if members is None else members.index(number)  # a cast that is moved is never shared
             casts[at] = run_plan(casts[at], steps)
@@ -256,7 +270,7 @@ class _Pass(torch.autograd.Function):
     def forward(ctx: Any, door: Door, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.door = door
-        return tuple([p.detach() for p in parameters])
+        return tuple(map(_detach, parameters))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
@@ -265,3 +279,6 @@ class _Pass(torch.autograd.Function):
             for one in running:
                 wait(one)
         return None, *gradients
+
+
+_enter, _pass = applied(_Enter), applied(_Pass)

@@ -124,6 +124,10 @@ def move(x: DTensor, types: AxisTypes) -> DTensor:
     elif kind == "alias" or (kind in ("cast", "relabel") and not gradients):
         y = strip(x)
     elif gradients:
+        if bucketing.entrance is not None and "_is_param" in x.__dict__:
+            made = bucketing.entrance.cast(x, types, steps)
+            if made is not None:
+                return made
         y = _Move.apply(strip(x), spec, steps.target)  # type: ignore[no-untyped-call]
     else:
         y = run_plan(strip(x), steps)
@@ -231,8 +235,8 @@ def forget_casts_of(references: Iterable[weakref.ref[Tensor]]) -> None:
 class Entrance(Protocol):
     """What casts parameters together (see `_modules.entrance`)."""
 
-    def cast(self, x: DTensor, types: AxisTypes, steps: Plan) -> bool:
-        """Cast a tensor with its bucket, and keep the cast with it; False: it has none."""
+    def cast(self, x: DTensor, types: AxisTypes, steps: Plan) -> DTensor | None:
+        """Cast a tensor with its bucket, and perhaps move the cast within the rank; None: it has none."""
 
 
 class _Bucketing(threading.local):
@@ -274,15 +278,15 @@ def _cast(x: DTensor, types: AxisTypes, steps: Plan) -> DTensor:
         hit = casts.get(types)
         if hit is not None and hit[1] == version:
             return hit[0]
-    if bucketing.entrance is not None and bucketing.entrance.cast(x, types, steps):
-        made: DTensor = x.__dict__["_casts"][types][0]
-        return made
-    if casts is None:
-        casts = x.__dict__["_casts"] = {}
+    if bucketing.entrance is not None:
+        made = bucketing.entrance.cast(x, types, steps)
+        if made is not None:
+            return made
+    casts = x.__dict__.setdefault("_casts", {})
     y: Any = strip(x)
     y.register_hook(_ReduceGradient(weakref.ref(x), steps))
     y.__class__ = dtensor_class()
-    y._spec = steps.target
+    y._spec, y._is_cast = steps.target, True
     casts[types] = (y, version)
     return y  # type: ignore[no-any-return]
 

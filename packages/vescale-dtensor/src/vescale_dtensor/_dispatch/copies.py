@@ -4,6 +4,9 @@ A function that gives a view gives a copy where its argument had to move. Readin
 right until one of the two is written to. A write into the copy, or into a view of it, is refused. A
 write into the tensor that it copies makes the copy *stale*: from then on reading it is an error. What
 stays open: a view that was taken of the copy before still shows the old values.
+
+A cast, whose gradients are summed over ranks on their way back, is the other case: it shares memory with what was cast,
+but autograd would send the gradients of what is written into it past the sum. It can be written to without gradients.
 Whether other tensors share a memory is never asked: ranks may answer differently.
 """
 
@@ -67,8 +70,15 @@ def before_write(target: Any, writer: str) -> None:
     """Call before changing `target` in place: copies of views of it become stale.
 
     Raises:
-        UnsupportedOperationError: `target` is a copy that stands for a view, or a view of one.
+        UnsupportedOperationError: `target` is a copy that stands for a view, or a view of one; or it is a cast, and
+            there are gradients.
     """
+    if isinstance(target, DTensor) and "_is_cast" in target.__dict__ and torch.is_grad_enabled():
+        raise UnsupportedOperationError(
+            f"{writer} writes into the result of a redistribution from Replicate to Varying, whose gradients are "
+            "summed over ranks: with this write they would not be. Write into a clone() of it, or use the function "
+            "that returns a new tensor"
+        )
     if not _copies or not isinstance(target, DTensor):
         return
     address = _storage(target).cdata

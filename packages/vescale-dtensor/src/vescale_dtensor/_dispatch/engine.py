@@ -15,13 +15,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .._comm.move import move
+from .._comm.move import move, watchers
 from .._order import keep_order, loses_order
 from .._spec import Spec, replicated, spec_of
-from .._tap import alias
+from .._tap import alias, slot
 from .._tensor import DTensor
 from ..errors import UnsupportedOperationError
-from ..placements import AxisTypes, I, R
+from ..placements import AxisTypes, I, P, R
 from . import policy
 from .call import Call, LocalFunction, Rewrite, Rule, Strategy, function_name
 from .copies import before_write, mark_copies
@@ -33,7 +33,10 @@ RuleFunction = Callable[[Call], "Rule | None"]
 
 _run = torch._C._disabled_torch_function_impl
 _grad_enabled = torch.is_grad_enabled
+_num_modes = torch._C._len_torch_function_stack
 _stride = Tensor.stride
+_requires_grad = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_version = Tensor._version.__get__  # type: ignore[attr-defined]
 _NOTHING: dict[str, Any] = {}
 _LIMIT = 1 << 14
 """Entries per function before its cache is emptied: programs with ever new shapes must not leak."""
@@ -46,6 +49,7 @@ class Entry:
     """How to execute one kind of call on this rank."""
 
     __slots__ = (
+        "casts",
         "direct",
         "fast",
         "implicit",
@@ -75,6 +79,8 @@ class Entry:
     rewrite: Rewrite | None
     direct: Rewrite | None
     "The rewrite where nothing else is to be done: run it, and label its one result."
+    casts: tuple[tuple[int, AxisTypes], ...] | None
+    "Positions and types of the operands to move, where that is all, and all are moved from I; most are cast already."
     inplace: bool
     plain: bool
     "Whether a plain tensor other than a scalar takes part."
@@ -151,19 +157,51 @@ def _entry(
     )
     e.reorder = elementwise and not inplace and e.out is not None and loses_order(e.out)
     nothing_else = not (e.moves or e.plain or inplace or e.varying) and e.out is not None
+    alone = not (e.plain or inplace or e.implicit or e.view or e.reorder) and e.out is not None
+    alone = alone and e.local is None and e.rewrite is None
+    e.casts = _casts_in(call, ins) if alone and e.moves else None
     e.direct = e.rewrite if nothing_else and not e.reorder else None
     as_it_is = nothing_else and e.local is None and e.rewrite is None
     e.fast, e.thin = as_it_is and not e.reorder, as_it_is and e.reorder and e.name != "contiguous"
     return e
 
 
+def _casts_in(call: Call, ins: list[AxisTypes]) -> tuple[tuple[int, AxisTypes], ...] | None:
+    """The operands to move, if all stand by themselves among the arguments and nothing but I changes, to R or P."""
+    found = []
+    for path, spec, types in zip(call.paths, call.specs, ins, strict=True):
+        if spec.types == types:
+            continue
+        changes = [(a, b) for a, b in zip(spec.types, types, strict=True) if a != b]
+        if len(path) != 1 or path[0].__class__ is not int or any(a != I or b not in (R, P) for a, b in changes):
+            return None
+        found.append((path[0], types))
+    return tuple(found)
+
+
 # ------------------------------------------------------------------ execution
+
+
+def _cast_and_run(e: Entry, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a function on casts of its operands; with dispatch off, which makes looking at tensors cheap."""
+    cast = list(args)
+    for at, types in e.casts:  # type: ignore[union-attr]
+        x = cast[at]
+        known = x.__dict__.get("_casts")
+        hit = None if known is None else known.get(types)
+        if hit is not None and hit[1] == _version(x) and _requires_grad(x):
+            cast[at] = hit[0]
+        else:
+            cast[at] = _moved(x, (), types, e)
+    return func(*cast, **kwargs)
 
 
 def execute(e: Entry, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one call by its entry and label the results."""
     if e.fast:
         r = _run(func, (), args, kwargs)
+    elif e.casts is not None and _grad_enabled() and not (watchers or slot.active or _num_modes()):
+        r = _run(_cast_and_run, (), (e, func, args, kwargs), _NOTHING)
     elif e.thin and not kwargs and args[0].__class__ is DTensor and args[0]._spec is e.out:
         r = _run(func, (), args, kwargs)
         if isinstance(r, Tensor) and _run(_stride, (), (args[0],), {}) != _run(_stride, (), (r,), {}):

@@ -7,6 +7,7 @@ Later calls cast a bucket when the first of its parameters is needed: one autogr
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +16,11 @@ from torch import Tensor
 
 from .._comm.buffers import Pool
 from .._comm.gradients import Bucket, Door, divided, keeps_bits, pool_for
-from .._comm.move import bucketing
-from .._comm.plan import Plan
+from .._comm.move import bucketing, dtensor_class
+from .._comm.plan import Plan, plan
+from .._comm.steps import KeepFirst
 from .._tap import slot
-from ..placements import AxisTypes
+from ..placements import AxisTypes, I, R
 
 if TYPE_CHECKING:
     from .._tensor import DTensor
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Entrance"]
 
 _requires_grad = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_version = Tensor._version.__get__  # type: ignore[attr-defined]
 Key = tuple[int, AxisTypes]
 """A parameter, by its address, and what it is cast to."""
 
@@ -34,6 +37,9 @@ Key = tuple[int, AxisTypes]
 class _Member:
     parameter: weakref.ref[Tensor]
     steps: Plan
+    """Of the cast."""
+    then: Plan | None
+    """Where the cast is moved within the rank."""
 
     def fits(self, parameter: Any) -> bool:
         """Whether the parameter is still what it was; with dispatch off."""
@@ -49,6 +55,9 @@ class Entrance:
         self._groups: dict[Key, tuple[Bucket, list[Key]]] = {}
         self._door: Door | None = None
         self._passed: dict[int, Tensor] = {}
+        self._ready: dict[Key, tuple[DTensor, int] | None] = {}
+        """Casts of this call that were moved, with the versions of their parameters; None: it is used. Its gradients
+        are sums by themselves, so that nobody else shares it."""
         self._news = False
         self._pool = Pool()
         self._before: list[Any] = []
@@ -68,7 +77,7 @@ class Entrance:
             return
         if self._news:
             self._divide()
-        self._passed = {}
+        self._passed, self._ready = {}, {}
         if self._door is not None:
             self._pass()
         bucketing.entrance = self
@@ -76,34 +85,52 @@ class Entrance:
     def leave(self) -> None:
         """After it, also when it raised."""
         bucketing.entrance = self._before.pop()
-        self._passed = {}
+        self._passed, self._ready = {}, {}
 
-    def cast(self, x: DTensor, types: AxisTypes, steps: Plan) -> bool:
-        """Cast a parameter with its bucket, and keep the casts with the parameters; False: it has no bucket yet."""
+    def cast(self, x: DTensor, types: AxisTypes, steps: Plan) -> DTensor | None:
+        """Cast a parameter with its bucket; None: it has no bucket yet."""
         key = id(x), types
-        group = self._groups.get(key)
+        member = self._members.get(key)
         with torch._C.DisableTorchFunctionSubclass():
-            if group is None or not self._members[key].fits(x) or self._members[key].parameter() is not x:
+            if member is None or member.parameter() is not x or not member.fits(x):
                 self._learn(key, x, steps)
+                return None
+            if key not in self._ready:
+                group = self._groups.get(key)
+                if group is None or not self._cast_bucket(*group):
+                    return None
+            if member.then is None:
+                made: DTensor = x.__dict__["_casts"][types][0]
+                return made
+            ready, self._ready[key] = self._ready[key], None
+            return None if ready is None or ready[1] != _version(x) else ready[0]
+
+    def _cast_bucket(self, bucket: Bucket, keys: list[Key]) -> bool:
+        """Cast all parameters of a bucket; casts that are not moved are kept with them. False: it cannot be done."""
+        members = [self._members[k] for k in keys]
+        parameters: list[Any] = [m.parameter() for m in members]
+        if not all(map(_Member.fits, members, parameters)):  # some are frozen now, or gone
+            self._news = True
+            return False
+        passed = None
+        if self._door is not None:
+            if any(id(p) not in self._passed for p in parameters):
                 return False
-            bucket, keys = group
-            members = [self._members[k] for k in keys]
-            parameters: list[Any] = [m.parameter() for m in members]
-            if not all(map(_Member.fits, members, parameters)):  # some are frozen now, or gone
-                self._news = True
-                return False
-            passed = None
-            if self._door is not None:
-                if any(id(p) not in self._passed for p in parameters):
-                    return False
-                passed = [self._passed[id(p)] for p in parameters]
-            bucket(parameters, passed)
+            passed = [self._passed[id(p)] for p in parameters]
+        casts: Sequence[Any] = bucket(parameters, passed)
+        for number, then in bucket.then.items():
+            if keys[number] not in self._ready:
+                cast = casts[number]
+                cast.__class__, cast._spec = dtensor_class(), then.target
+                self._ready[keys[number]] = cast, _version(parameters[number])
         return True
 
     def _learn(self, key: Key, x: DTensor, steps: Plan) -> None:
         if x.is_leaf and x.__dict__.get("_is_param"):  # an input of this call is not there in the next
-            self._members[key] = _Member(weakref.ref(x), steps)
-            self._news = True
+            cast, then = _parts(steps)
+            if cast is not None:
+                self._members[key] = _Member(weakref.ref(x), cast, then)
+                self._news = True
 
     def _divide(self) -> None:
         """Make buckets of the members that there are."""
@@ -111,22 +138,28 @@ class Entrance:
         with torch._C.DisableTorchFunctionSubclass():
             alive = [(key, m, p) for key, m in self._members.items() if (p := m.parameter()) is not None]
             self._members = {key: m for key, m, _ in alive}
-            fitting = [(key, m.steps, p) for key, m, p in alive if m.fits(p)]
-            buckets = divided([(steps, p) for _, steps, p in fitting])
+            fitting = [(key, m, p) for key, m, p in alive if m.fits(p)]
+            buckets = divided([(m.steps, p) for _, m, p in fitting])
             self._groups = {}
             made = []
             for positions in buckets:
                 members = [fitting[i] for i in positions]
                 keys = [key for key, _, _ in members]
-                bucket = self._bucket([(steps, p) for _, steps, p in members], waits=len(buckets) == 1)
+                bucket = self._bucket([(m, p) for _, m, p in members], waits=len(buckets) == 1)
                 made.append(bucket)
                 self._groups.update(dict.fromkeys(keys, (bucket, keys)))
         self._door = Door(made) if len(made) > 1 else None
 
-    def _bucket(self, casts: list[tuple[Plan, Tensor]], *, waits: bool) -> Bucket:
-        plans = [steps for steps, _ in casts]
-        pool = pool_for(self._pool, casts)
-        return Bucket(plans, merged=keeps_bits(plans[0]), waits=waits, pool=pool, shared=[True] * len(plans))
+    def _bucket(self, members: list[tuple[_Member, Tensor]], *, waits: bool) -> Bucket:
+        casts = [(m.steps, p) for m, p in members]
+        return Bucket(
+            [steps for steps, _ in casts],
+            merged=keeps_bits(casts[0][0]),
+            waits=waits,
+            pool=pool_for(self._pool, casts),
+            shared=[m.then is None for m, _ in members],
+            then=[m.then for m, _ in members],
+        )
 
     def _pass(self) -> None:
         """Let all parameters through the door, so that their gradients are waited for at the end."""
@@ -135,3 +168,16 @@ class Entrance:
             unique = {id(p): p for m in self._members.values() if m.fits(p := m.parameter())}
             parameters = [p for p in unique.values() if p is not None]
             self._passed = dict(zip(unique, self._door(parameters), strict=True))
+
+
+def _parts(steps: Plan) -> tuple[Plan | None, Plan | None]:
+    """The cast within a move, and what remains to be done within the rank; no cast: a bucket cannot do this move."""
+    if steps.kind == "cast":
+        return steps, None
+    source, types = steps.source, steps.target.types
+    between = tuple(R if a == I and b == R else a for a, b in zip(source.types, types, strict=True))
+    cast = plan(source, between)
+    if cast.kind != "cast":
+        return None, None
+    rest = plan(cast.target, types)
+    return (cast, rest) if all(isinstance(step, KeepFirst) for step in rest.steps) else (None, None)
