@@ -111,7 +111,7 @@ def test_calls_that_share_a_backward_share_its_messages() -> None:
             (net(batch(0)) + net(batch(1))).backward()
         counts.append(sum(r.phase == "backward" and r.axes == ("dp",) for r in seen.records))
     same(gradients(dynamic), gradients(fixed))
-    assert counts == [19, 2]  # biases of down are moved on, which nobody shares; norm goes over both axes
+    assert counts == [17, 2]  # the first call of a module sends one by one; norm goes over both axes
 
 
 @RANKS
@@ -133,7 +133,7 @@ def test_one_message_instead_of_many_and_what_explain_tells() -> None:
         assert all("static program" in r.line for r in report.records if r.cause == "static")
         assert "static program of Net\nbucket: the gradients of 1" in report.table()
     backward = [sum(r.phase == "backward" and r.axes == ("dp",) for r in report.records) for report in reports]
-    assert backward[1] == backward[2] == 1 < backward[0]
+    assert backward == [1, 1, 1]
     assert reports[0].passes == {}
 
 

@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
-from .recorder import Op, Recorder, plain, tensors_of
+from .recorder import Op, plain
+from .values import Value, values_of
 
 __all__ = ["settle_aliases"]
 
@@ -21,35 +19,34 @@ FREE = 2
 """So many gradients may be added in any order."""
 
 
-def settle_aliases(recorder: Recorder, given: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-    """Make steps of the aliases that must stay, and leave out the others.
+def settle_aliases(ops: Sequence[Op], given: Sequence[Value], results: Sequence[Value]) -> list[Op]:
+    """Make steps of the aliases that must stay, and leave out the others; returns the steps.
 
     Args:
-        recorder: with the record.
+        ops: the steps of a record.
         given: what the program is called with.
         results: what it returns; both may have users elsewhere.
     """
-    aliases = [op for op in recorder.ops if op.function is plain]
+    aliases = [op for op in ops if op.function is plain]
     if not aliases:
-        return
-    uses: Counter[int] = Counter()
-    with torch._C.DisableTorchFunctionSubclass():
-        for op in recorder.ops:
-            if op.function is not plain and (op.keeps or any(t.requires_grad for t in tensors_of(op.result))):
-                weight = FREE + 1 if op.keeps else 1  # a hook, or a write, is one of the very object
-                for tensor in tensors_of((op.args, op.kwargs)):
-                    uses[recorder.first(tensor)] += weight
-        for first in {recorder.first(t) for t in (*given, *results)}:
-            uses[first] += 1
-        gone = {id(op) for op in aliases if not _stays(op, recorder, uses)}
+        return list(ops)
+    uses: Counter[Value] = Counter()
+    for op in ops:
+        if op.function is not plain and (op.keeps or any(v.requires_grad for v in values_of(op.result))):
+            weight = FREE + 1 if op.keeps else 1  # a hook, or a write, is one of the very object
+            for value in values_of((op.args, op.kwargs)):
+                uses[value.first] += weight
+    for first in {value.first for value in (*given, *results)}:
+        uses[first] += 1
+    gone = {id(op) for op in aliases if not _stays(op, uses)}
     for op in aliases:
         if id(op) not in gone:
-            recorder.separate(op.result)
-    recorder.ops = [op for op in recorder.ops if id(op) not in gone]
+            op.result.first = op.result
+    return [op for op in ops if id(op) not in gone]
 
 
-def _stays(op: Op, recorder: Recorder, uses: Counter[int]) -> bool:
-    first = recorder.first(op.result)
-    if first == id(op.result):  # made without gradients of a tensor that has some
+def _stays(op: Op, uses: Counter[Value]) -> bool:
+    first = op.result.first
+    if first is op.result:  # made without gradients of a tensor that has some
         return True
     return bool(op.result.requires_grad) and uses[first] > FREE

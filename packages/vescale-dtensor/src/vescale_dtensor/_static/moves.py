@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
-from .._comm.move import _cast, _Move, _reduce, _ReduceGradient, needs_grad, run_plan, strip, watchers
+from .._comm.move import _cast, move_local, needs_grad, run_plan, strip, watchers
+from .._comm.nodes import applied
 from .._comm.plan import Plan
+from .._comm.steps import AllReduce
+from .._order import in_order
 
-__all__ = ["cast", "shift"]
+__all__ = ["cast", "for_node", "shift"]
 
 
 def cast(x: Tensor, steps: Plan) -> Tensor:
@@ -27,24 +33,79 @@ def shift(local: Tensor, steps: Plan) -> Tensor:
         local: of the shape that the source of the plan has here.
         steps: the plan.
     """
-    for watch in watchers:
-        watch()
-    kind, gradients = steps.kind, needs_grad(local)
-    if not gradients:
-        if kind in ("alias", "cast", "relabel"):
-            return strip(local)  # type: ignore[arg-type]
-        return run_plan(strip(local), steps)  # type: ignore[arg-type]
-    if kind == "cast":
-        y = strip(local)  # type: ignore[arg-type]
-        y.register_hook(_ReduceGradient(_nobody, steps))  # type: ignore[no-untyped-call]
-        return y
-    if kind == "reduce":
-        return _reduce(local, steps)  # type: ignore[arg-type]
-    if kind == "alias":
-        return strip(local)  # type: ignore[arg-type]
-    moved: Tensor = _Move.apply(strip(local), steps.source, steps.target)  # type: ignore[no-untyped-call, arg-type]
-    return moved
+    if watchers:
+        for watch in watchers:
+            watch()
+    kind = steps.kind
+    if needs_grad(local) and kind != "alias":
+        return _NODES.get(kind, _general)(for_node(local), steps)  # type: ignore[no-any-return]
+    alias = strip(local)  # type: ignore[arg-type]  # another object: what a program returns is labelled
+    return alias if kind in ("alias", "cast", "relabel") else run_plan(alias, steps)
 
 
-def _nobody() -> None:
-    """Stand for the weak reference to the owner of a cast: in a program nobody keeps one."""
+def for_node(local: Tensor) -> Tensor:
+    """Return what a node may take; most tensors of a program are plain already."""
+    return local if local.__class__ is Tensor else strip(local)  # type: ignore[arg-type]
+
+
+class _Cast(torch.autograd.Function):
+    """I to R: an alias, whose gradients are summed over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, steps: Plan) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.steps = steps
+        return local.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
+        steps: Plan = ctx.steps
+        if grad is None:
+            return None, None
+        if grad.requires_grad:  # create_graph=True: stay differentiable
+            return move_local(grad, steps.target.dual, steps.source.dual.types), None
+        assert steps.reducer is not None
+        out = grad.clone(memory_format=torch.contiguous_format)
+        steps.reducer.run_in_place(out)
+        return out, None
+
+
+class _Reduce(torch.autograd.Function):
+    """P to I: a copy that is summed over ranks where it lies, and whose gradients are passed on."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, steps: Plan) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.steps = steps
+        out = local.clone(memory_format=torch.contiguous_format)
+        (step,) = steps.steps
+        assert isinstance(step, AllReduce)
+        step.run_in_place(out)
+        stride = local.stride()
+        return out if stride == steps.stride or not steps.ordered else in_order(out, out.shape, stride)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
+        if grad is None or not grad.requires_grad:
+            return grad, None
+        steps: Plan = ctx.steps  # the gradient's own gradient is a pending sum
+        return move_local(grad, steps.target.dual, steps.source.dual.types), None
+
+
+class _General(torch.autograd.Function):
+    """Everything else: the way back is the move between the duals."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, steps: Plan) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.steps = steps
+        return run_plan(local, steps)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
+        steps: Plan = ctx.steps
+        return grad if grad is None else move_local(grad, steps.target.dual, steps.source.dual.types), None
+
+
+_general = applied(_General)
+_NODES = {"cast": applied(_Cast), "reduce": applied(_Reduce)}

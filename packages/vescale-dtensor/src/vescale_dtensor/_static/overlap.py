@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 
 from .._comm.move import Transfer, move, move_local, needs_grad, strip, watchers
+from .._comm.nodes import applied
 from .._comm.plan import Plan, plan
 from .._dispatch.call import function_name
-from .recorder import Op, Recorder, tensors_of
+from .moves import for_node
+from .recorder import Op
+from .values import Value, values_of
 
 __all__ = ["begin", "end", "overlap"]
 
@@ -50,14 +53,14 @@ def begin(x: Tensor, steps: Plan) -> Running:
         x: of the shape that the source of the plan has here.
         steps: the plan.
     """
-    for watch in watchers:
-        watch()
-    local = strip(x)  # type: ignore[arg-type]
+    if watchers:
+        for watch in watchers:
+            watch()
     running = Running(steps)
-    if needs_grad(local):
-        running.local = _Begin.apply(local, running)  # type: ignore[no-untyped-call]
-    else:
-        running.there = Transfer(local, steps)
+    if needs_grad(x):
+        running.local = _start(for_node(x), running)
+    else:  # another object: what a program returns is labelled
+        running.there = Transfer(strip(x), steps)  # type: ignore[arg-type]
     return running
 
 
@@ -65,7 +68,7 @@ def end(running: Running) -> Tensor:
     """Return what a move brought; differentiable."""
     local, running.local = running.local, None  # autograd keeps the move, but not what was moved
     if local is not None:
-        moved: Tensor = _End.apply(local, running)  # type: ignore[no-untyped-call]
+        moved: Tensor = _finish(local, running)
         return moved
     return _arrived(running)
 
@@ -109,14 +112,16 @@ class _End(torch.autograd.Function):
         return grad.new_zeros(()).expand(source.local_shape), None
 
 
-def overlap(ops: Sequence[Op], recorder: Recorder, *, exact: bool) -> tuple[list[Op], int]:
+_start, _finish = applied(_Begin), applied(_End)
+
+
+def overlap(ops: Sequence[Op], *, exact: bool) -> tuple[list[Op], int]:
     """Split moves that other steps can run beside; return the steps and how many moves were split.
 
     No half passes another communication, so that all ranks begin them in one order.
 
     Args:
         ops: the steps.
-        recorder: that noted them.
         exact: whether gradients must be added in the order of the dynamic path, which a move that begins earlier than
             two other uses of its source would change.
     """
@@ -127,14 +132,13 @@ def overlap(ops: Sequence[Op], recorder: Recorder, *, exact: bool) -> tuple[list
         if steps is None:
             continue
         at = next(i for i, o in enumerate(out) if o is op)
-        early, late = _earliest(out, at, recorder, exact=exact), _latest(out, at, recorder)
+        early, late = _earliest(out, at, exact=exact), _latest(out, at)
         if not any(_takes_time(o) for o in (*out[early:at], *out[at + 1 : late])):
             continue
-        token = torch.empty(0)
+        token = Value()
         first = Op(begin, (op.args[0], steps), {}, token, op.gradients, True)
         last = Op(end, (token,), {}, op.result, op.gradients, True)
         out[early:late] = [first, *out[early:at], *out[at + 1 : late], last]
-        recorder.know(token)
         split += 1
     return out, split
 
@@ -147,32 +151,34 @@ def _asynchronous(op: Op) -> Plan | None:
     return steps if any(hasattr(s, "group") for s in steps.steps) else None
 
 
-def _earliest(ops: Sequence[Op], at: int, recorder: Recorder, *, exact: bool) -> int:
+def _earliest(ops: Sequence[Op], at: int, *, exact: bool) -> int:
     """The first position where the move at a position could begin."""
     source, gradients = ops[at].args[0], ops[at].gradients
-    name = recorder.first(source)
-    uses = sum(any(recorder.first(t) == name for t in tensors_of((o.args, o.kwargs))) for o in ops)
+    name = source.first
+    uses = sum(_has(name, (o.args, o.kwargs)) for o in ops)
     if exact and source.requires_grad and uses > 2:
         return at
     position = at
     while position > 0:
         before = ops[position - 1]
-        makes = any(recorder.first(t) == name for t in tensors_of(before.result))
-        if makes or _stays(before) or before.gradients != gradients:
+        if _has(name, before.result) or _stays(before) or before.gradients != gradients:
             break
         position -= 1
     return position
 
 
-def _latest(ops: Sequence[Op], at: int, recorder: Recorder) -> int:
+def _latest(ops: Sequence[Op], at: int) -> int:
     """The first position after that of a move where its result must be there."""
-    name, gradients = recorder.first(ops[at].result), ops[at].gradients
+    name, gradients = ops[at].result.first, ops[at].gradients
     for position in range(at + 1, len(ops)):
         op = ops[position]
-        uses = any(recorder.first(t) == name for t in tensors_of((op.args, op.kwargs)))
-        if uses or _stays(op) or op.gradients != gradients:
+        if _has(name, (op.args, op.kwargs)) or _stays(op) or op.gradients != gradients:
             return position
     return len(ops)
+
+
+def _has(first: Value, nested: Any) -> bool:
+    return any(value.first is first for value in values_of(nested))
 
 
 def _stays(op: Op) -> bool:

@@ -11,18 +11,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from .._comm.buffers import Pool
 from .._comm.gradients import Bucket, Door, divided, keeps_bits, pool_for
 from .._comm.move import move
 from .._comm.plan import Plan, plan
 from .._comm.steps import AllReduce, Exchange, KeepFirst, ReduceScatter
 from ..placements import I, R
-from .fold import memory_of
 from .overlap import overlap
-from .recorder import Op, Recorder, tensors_of
+from .recorder import Op
+from .values import Value, values_of
 
 __all__ = ["PASSES", "Settings", "improve"]
 
@@ -44,29 +41,24 @@ class Settings:
 @dataclass(slots=True)
 class _Record:
     ops: list[Op]
-    recorder: Recorder
-    given: list[Tensor]
+    given: list[Value]
     settings: Settings
     notes: list[str] = field(default_factory=list)
     """What was done, one line per pass that did something."""
 
 
-def improve(
-    ops: Sequence[Op], recorder: Recorder, given: Sequence[Tensor], settings: Settings
-) -> tuple[list[Op], list[str]]:
+def improve(ops: Sequence[Op], given: Sequence[Value], settings: Settings) -> tuple[list[Op], list[str]]:
     """Return the steps after all passes, and what each pass did.
 
     Args:
         ops: the steps that are needed.
-        recorder: that noted them.
         given: parameters, buffers and inputs: what the program is called with.
         settings: which passes.
     """
-    record = _Record(list(ops), recorder, list(given), settings)
-    with torch._C.DisableTorchFunctionSubclass():
-        for name, run in PASSES.items():
-            if name in settings.passes:
-                run(record)
+    record = _Record(list(ops), list(given), settings)
+    for name, run in PASSES.items():
+        if name in settings.passes:
+            run(record)
     return record.ops, record.notes
 
 
@@ -75,8 +67,8 @@ def improve(
 
 def _reuse(record: _Record) -> None:
     """Leave out moves of a tensor to where it was moved before, unless something writes to either of them."""
-    written = {memory_of(t) for op in record.ops if op.keeps for t in tensors_of((op.args, op.kwargs, op.result))}
-    made: dict[Any, Tensor] = {}
+    written = {v.memory for op in record.ops if op.keeps for v in values_of((op.args, op.kwargs, op.result))}
+    made: dict[Any, Value] = {}
     kept = []
     dropped = 0
     for op in record.ops:
@@ -85,11 +77,11 @@ def _reuse(record: _Record) -> None:
             kept.append(op)
             continue
         source, result = op.args[0], op.result
-        key = record.recorder.first(source), op.kwargs["spec"], op.args[1], op.gradients
+        key = source.first, op.kwargs["spec"], op.args[1], op.gradients
         before = made.get(key)
-        safe = memory_of(source) not in written and memory_of(result) not in written
+        safe = source.memory not in written and result.memory not in written
         if before is not None and safe and not (record.settings.exact and _adds_backward(steps, result)):
-            record.recorder.same(result, before)
+            result.first = before.first
             dropped += 1
             continue
         made.setdefault(key, result)
@@ -103,7 +95,7 @@ def _sends(steps: Plan) -> bool:
     return bool(steps.axes) and steps.kind not in ("alias", "relabel")
 
 
-def _adds_backward(steps: Plan, result: Tensor) -> bool:
+def _adds_backward(steps: Plan, result: Value) -> bool:
     """Whether the way back adds over ranks, so that a sum of sums would replace sums of its parts."""
     if not result.requires_grad:
         return False
@@ -128,18 +120,18 @@ class _Cast:
 
 def _bucket(record: _Record) -> None:
     """Cast parameters in buckets, in the order of their use, those that are used last in full ones."""
-    given = {id(t) for t in record.given if t.is_leaf}
-    record.ops = [part for op in record.ops for part in _split(op, given, record.recorder)]
+    given = {value for value in record.given if value.leaf}
+    record.ops = [part for op in record.ops for part in _split(op, given)]
     casts = [
         _Cast(op, position, steps)
         for position, op in enumerate(record.ops)
         if (steps := op.plan) is not None
         and steps.kind == "cast"
         and op.gradients
-        and id(op.args[0]) in given
+        and op.args[0] in given
         and op.result.requires_grad
     ]
-    groups = divided([(c.steps, c.op.args[0]) for c in casts])
+    groups = divided([(c.steps, c.op.args[0].given) for c in casts])
     buckets = [[casts[i] for i in group] for group in groups]
     if not buckets:
         return
@@ -147,19 +139,18 @@ def _bucket(record: _Record) -> None:
     door = Door([]) if len(buckets) > 1 and "overlap" in settings.passes else None
     made = [_bucket_of(members, settings, waits=door is None) for members in buckets]
     insert: dict[int, list[Op]] = {}
-    passed: dict[int, Tensor] = {}
+    passed: dict[Value, Value] = {}
     if door is not None:
         door.buckets = tuple(made)
-        parameters = list({id(c.op.args[0]): c.op.args[0] for c in casts}.values())
-        tokens = [torch.empty(0) for _ in parameters]
-        passed = {id(p): token for p, token in zip(parameters, tokens, strict=True)}
+        parameters = list(dict.fromkeys(c.op.args[0] for c in casts))
+        passed = {p: Value() for p in parameters}
         first = min(c.position for c in casts)
-        insert[first] = [Op(door, (parameters,), {}, tokens, True, True)]
+        insert[first] = [Op(door, (parameters,), {}, list(passed.values()), True, True)]
     for bucket, members in zip(made, buckets, strict=True):
         parameters = [c.op.args[0] for c in members]
         args: tuple[Any, ...] = (parameters,)
         if door is not None:
-            args = (parameters, [passed[id(p)] for p in parameters])
+            args = (parameters, [passed[p] for p in parameters])
         at = min(c.position for c in members)
         insert.setdefault(at, []).append(Op(bucket, args, {}, [c.op.result for c in members], True, True))
     gone = {c.position for c in casts}
@@ -177,10 +168,10 @@ def _bucket(record: _Record) -> None:
     )
 
 
-def _split(op: Op, given: set[int], recorder: Recorder) -> list[Op]:
+def _split(op: Op, given: set[Value]) -> list[Op]:
     """Take the sum of a gradient out of a move that does more: cast first, and move what was cast."""
     steps = op.plan
-    if steps is None or steps.kind != "general" or not op.gradients or id(op.args[0]) not in given:
+    if steps is None or steps.kind != "general" or not op.gradients or op.args[0] not in given:
         return [op]
     source, types = steps.source, steps.target.types
     if not op.result.requires_grad:
@@ -195,8 +186,8 @@ def _split(op: Op, given: set[int], recorder: Recorder) -> list[Op]:
     rest = plan(cast.target, types)
     if all(isinstance(s, KeepFirst) for s in rest.steps):  # the bucket can do that, too
         return [Op(move, (op.args[0], between), {**op.kwargs, "then": rest}, op.result, True, op.keeps)]
-    token = torch.empty(0).requires_grad_()  # a leaf, unlike a cast of the dynamic path
-    recorder.know(token)
+    token = Value()
+    token.requires_grad = True  # and a leaf, unlike a cast of the dynamic path
     return [
         Op(move, (op.args[0], between), op.kwargs, token, True, op.keeps),
         Op(move, (token, types), {"spec": cast.target}, op.result, True, op.keeps),
@@ -204,13 +195,13 @@ def _split(op: Op, given: set[int], recorder: Recorder) -> list[Op]:
 
 
 def _bucket_of(members: Sequence[_Cast], settings: Settings, *, waits: bool) -> Bucket:
-    casts = [(c.steps, c.op.args[0]) for c in members]
+    casts = [(c.steps, c.op.args[0].given) for c in members]
     return Bucket(
         [c.steps for c in members],
         merged=not settings.exact or keeps_bits(members[0].steps),
         waits=waits,
         pool=pool_for(settings.pool, casts) if "buffers" in settings.passes else None,
-        shared=[c.then is None and c.op.result.grad_fn is not None for c in members],
+        shared=[c.then is None and c.op.result.has_graph for c in members],
         then=[c.then for c in members],
     )
 
@@ -220,7 +211,7 @@ def _bucket_of(members: Sequence[_Cast], settings: Settings, *, waits: bool) -> 
 
 def _overlap(record: _Record) -> None:
     """Begin moves as soon as what they move is there, and wait for them before it is used."""
-    record.ops, split = overlap(record.ops, record.recorder, exact=record.settings.exact)
+    record.ops, split = overlap(record.ops, exact=record.settings.exact)
     if split:
         record.notes.append(f"overlap: {_count(split, 'move')} under way while other steps run")
 

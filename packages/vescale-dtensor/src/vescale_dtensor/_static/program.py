@@ -28,6 +28,7 @@ from .fold import constants
 from .moves import cast, shift
 from .passes import Settings, improve
 from .recorder import Op, Recorder, tensors_of
+from .values import Value, values_of
 
 __all__ = ["Program", "Unwritable", "write"]
 
@@ -60,21 +61,20 @@ class Program:
 
 @dataclass(slots=True)
 class _Writer:
-    recorder: Recorder
-    names: dict[int, str]
+    names: dict[Value, str] = field(default_factory=dict)
     constants: dict[str, Any] = field(default_factory=dict)
     functions: dict[Any, str] = field(default_factory=dict)
     lines: list[tuple[str, list[str], list[str]]] = field(default_factory=list)
     """Text, names that it makes, names that it uses."""
     used: list[str] = field(default_factory=list)
-    made: dict[int, Tensor] = field(default_factory=dict)
-    """Results that are the same in every call, by the id of their first object."""
+    made: dict[Value, Tensor] = field(default_factory=dict)
+    """Results that are the same in every call, by the value of their first object."""
     kept: dict[str, Tensor] = field(default_factory=dict)
     """Those of them that a step uses."""
     count: int = 0
 
-    def tensor(self, tensor: Tensor) -> str:
-        first = self.recorder.first(tensor)
+    def tensor(self, value: Value) -> str:
+        first = value.first
         name = self.names.get(first)
         if name is None and first in self.made:
             name = self.names[first] = f"k{len(self.kept)}"
@@ -85,7 +85,7 @@ class _Writer:
         return name
 
     def value(self, value: Any) -> str:
-        if isinstance(value, Tensor):
+        if isinstance(value, Value):
             return self.tensor(value)
         if type(value) in (list, tuple, torch.Size):
             items = ", ".join(map(self.value, value))
@@ -104,7 +104,7 @@ class _Writer:
             return repr(value)
         if isinstance(value, torch.dtype | torch.device | torch.layout | torch.memory_format):
             return self.constant(value, str(value).replace("torch.", ""))
-        if tensors_of(getattr(value, "__dict__", {})):
+        if tensors_of([value, getattr(value, "__dict__", {})]):
             raise Unwritable(f"an argument of type {type(value).__name__} that holds tensors")
         return self.constant(value, type(value).__name__)
 
@@ -135,10 +135,10 @@ class _Writer:
             self.functions[function] = name
         return name
 
-    def fresh(self, tensor: Tensor) -> str:
+    def fresh(self, value: Value) -> str:
         name = f"t{self.count}"
         self.count += 1
-        self.names[self.recorder.first(tensor)] = name
+        self.names[value.first] = name
         return name
 
     def add(self, text: str, makes: Sequence[str] = ()) -> None:
@@ -165,28 +165,28 @@ def write(
     Raises:
         Unwritable: something in it has no spelling.
     """
-    writer = _Writer(recorder, {})
+    look = recorder.values.look
+    writer = _Writer()
     for letter, tensors in (("p", held), ("x", inputs)):
         for number, tensor in enumerate(tensors):
-            writer.names.setdefault(id(tensor), f"{letter}{number}")
-    given = {id(tensor) for tensor in (*held, *inputs)}
-    settle_aliases(recorder, [*held, *inputs], results)
+            writer.names.setdefault(look(tensor), f"{letter}{number}")
+    given, out = [look(t) for t in (*held, *inputs)], [look(t) for t in results]
     gradients = first = torch.is_grad_enabled()
-    needed = _needed(recorder, results)
-    same_always = constants(needed, [*held, *inputs, *results])
+    needed = _needed(settle_aliases(recorder.ops, given, out), out)
+    same_always = constants(needed, [*given, *out])
     for op in needed:
         if id(op) in same_always:
-            writer.made[recorder.first(op.result)] = op.result
-    ops, notes = improve([op for op in needed if id(op) not in same_always], recorder, [*held, *inputs], settings)
+            writer.made[op.result.first] = op.result.constant
+    ops, notes = improve([op for op in needed if id(op) not in same_always], given, settings)
     for op in ops:
         if op.gradients != gradients:
             gradients = op.gradients
             writer.add(f"switch_gradients({gradients})")
-        _write_op(writer, op, given)
+        _write_op(writer, op)
     if gradients != first:
         writer.add(f"switch_gradients({first})")
     switches = any(text.startswith("switch") for text, _, _ in writer.lines)
-    returned = [writer.tensor(tensor) for tensor in results]
+    returned = [writer.tensor(value) for value in out]
     specs = [tensor._spec if isinstance(tensor, DTensor) else None for tensor in results]
     signature = [f"p{n}" for n in range(len(held))] + [f"x{n}" for n in range(len(inputs))]
     body = _with_deletes(writer.lines, returned)
@@ -202,35 +202,28 @@ def write(
     return Program(_compiled(source, writer), source, specs, switches, notes)
 
 
-def _needed(recorder: Recorder, results: Sequence[Tensor]) -> list[Op]:
+def _needed(ops: Sequence[Op], results: Sequence[Value]) -> list[Op]:
     """Leave out steps whose results nobody uses; those that autograd saw stay, as checkpoints count what they save."""
-    live = {recorder.first(t) for t in results}
+    live = {value.first for value in results}
     needed = []
-    for op in reversed(recorder.ops):
-        made = tensors_of(op.result)
-        used = tensors_of((op.args, op.kwargs))
-        fresh = [t for t in made if not any(t is u for u in used)]
-        wanted = any(recorder.first(t) in live for t in fresh) or any(_requires_grad(t) for t in fresh)
-        if op.keeps or wanted:
+    for op in reversed(ops):
+        used = values_of((op.args, op.kwargs))
+        fresh = [value for value in values_of(op.result) if value not in used]
+        if op.keeps or any(value.first in live or value.has_graph for value in fresh):
             needed.append(op)
-            live.update(recorder.first(t) for t in used)
+            live.update(value.first for value in used)
     return needed[::-1]
 
 
-def _requires_grad(tensor: Tensor) -> bool:
-    with torch._C.DisableTorchFunctionSubclass():
-        return tensor.requires_grad and tensor.grad_fn is not None
-
-
-def _write_op(writer: _Writer, op: Op, given: set[int]) -> None:
+def _write_op(writer: _Writer, op: Op) -> None:
     if _is_free(op):
-        writer.names.setdefault(writer.recorder.first(op.result), writer.tensor(op.args[0]))
+        writer.names.setdefault(op.result.first, writer.tensor(op.args[0]))
         writer.used = []
         return
-    call = _call(writer, op, given)
+    call = _call(writer, op)
     result = op.result
-    if isinstance(result, Tensor):
-        if writer.recorder.first(result) in writer.names:
+    if isinstance(result, Value):
+        if result.first in writer.names:
             if op.keeps:
                 writer.add(call)
             else:
@@ -239,13 +232,12 @@ def _write_op(writer: _Writer, op: Op, given: set[int]) -> None:
         name = writer.fresh(result)
         writer.add(f"{name} = {call}", [name])
         return
-    if isinstance(result, list | tuple) and tensors_of(result):
+    if isinstance(result, list) and values_of(result):
         names = []
         for item in result:
-            if isinstance(item, Tensor):
-                known = writer.recorder.first(item) in writer.names
-                names.append("_" if known else writer.fresh(item))
-            elif tensors_of(item):
+            if isinstance(item, Value):
+                names.append("_" if item.first in writer.names else writer.fresh(item))
+            elif values_of(item):
                 raise Unwritable(f"{function_name(op.function)} returns tensors in containers of containers")
             else:
                 names.append("_")
@@ -254,12 +246,12 @@ def _write_op(writer: _Writer, op: Op, given: set[int]) -> None:
     writer.add(call)
 
 
-def _call(writer: _Writer, op: Op, given: set[int]) -> str:
+def _call(writer: _Writer, op: Op) -> str:
     steps = op.plan
     if steps is not None:
         x = op.args[0]
         # The cast of a parameter is kept with it, for all who need one before gradients come.
-        function = cast if id(x) in given and steps.kind == "cast" else shift
+        function = cast if x.given is not None and steps.kind == "cast" else shift
         return f"{writer.function(function)}({writer.tensor(x)}, {writer.plan(steps)})"
     parts = [writer.value(a) for a in op.args]
     parts += [f"{key}={writer.value(v)}" for key, v in op.kwargs.items()]
@@ -269,7 +261,7 @@ def _call(writer: _Writer, op: Op, given: set[int]) -> str:
 def _is_free(op: Op) -> bool:
     """Whether a step is a move that leaves the value as it is, and no gradient has to be summed."""
     steps = op.plan
-    return steps is not None and steps.kind in ("alias", "cast", "relabel") and not _requires_grad(op.result)
+    return steps is not None and steps.kind in ("alias", "cast", "relabel") and not op.result.has_graph
 
 
 def _with_deletes(lines: Sequence[tuple[str, list[str], list[str]]], returned: Sequence[str]) -> list[str]:
@@ -295,4 +287,4 @@ def _compiled(source: str, writer: _Writer) -> Callable[..., Any]:
     filename = f"<static program {next(_numbers)}>"
     linecache.cache[filename] = len(source), None, source.splitlines(True), filename  # for tracebacks
     exec(compile(source, filename, "exec"), namespace)
-    return namespace["program"]  # type: ignore[no-any-return]
+    return namespace.pop("program")  # type: ignore[no-any-return]  # which has them, too: not in a circle

@@ -2,7 +2,8 @@
 
 A torch-function mode sees every operator: those on DTensors are dispatched as ever, and what they run on local tensors
 comes by here again and is noted. Moves, collectives, custom autograd functions and draws, which no mode sees, come
-through `_tap`, and `watch` tells what a step does below. Whatever cannot be repeated blindly ends the record with a
+through `_tap`, and `watch` tells what a step does below. The record holds descriptions (see `values`), so that the
+memory of tensors is free as early as without one. Whatever cannot be repeated blindly ends the record with a
 reason: a value that Python reads, a shape that depends on data, a tensor from elsewhere, another mode of autograd or
 autocast.
 """
@@ -24,6 +25,8 @@ from .._dispatch.call import function_name
 from .._dispatch.policy import user_frame
 from .._tap import slot
 from .._tensor import DTensor
+from . import fold
+from .values import Value, Values, described, returned
 from .watch import Effects, Watch, memory_of, tensors_of
 
 __all__ = ["Op", "Recorder", "plain", "tensors_of"]
@@ -34,14 +37,18 @@ _saved_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 HOST_READS = frozenset(
     "item tolist numpy __bool__ __int__ __float__ __complex__ __index__ __contains__ __array__ __dlpack__ __format__ "
-    "is_nonzero equal allclose data_ptr".split()
+    "__repr__ is_nonzero equal allclose data_ptr untyped_storage storage _typed_storage".split()
 )
 """Functions that hand values, or where they lie, to Python."""
-STATE_READS = frozenset("grad _grad grad_fn _version retains_grad".split())
+STATE_READS = frozenset(
+    "grad _grad grad_fn _version retains_grad _base _is_view storage_offset output_nr is_shared is_pinned "
+    "is_inference".split()
+)
 """Attributes of tensors that change without a trace in what a call is given."""
 DATA_SHAPES = frozenset(
     "nonzero argwhere masked_select unique unique_consecutive _unique2 unique_dim _pack_padded_sequence "
-    "_pad_packed_sequence".split()
+    "_pad_packed_sequence _nnz values _values indices _indices crow_indices ccol_indices col_indices row_indices "
+    "is_coalesced".split()
 )
 """Functions whose results have a shape that depends on data."""
 SAFE_READS = frozenset(
@@ -49,9 +56,24 @@ SAFE_READS = frozenset(
     "clamp_ select index_fill index_fill_ quantile nanquantile normal normal_ multinomial".split()
 )
 """Functions that read a number from a tensor, or check one, without consequence for the shape of their result."""
+SIZES = {
+    "full": (0, "size"),
+    "new_full": (1, "size"),
+    "normal": (2, "size"),
+    "multinomial": (1, "num_samples"),
+    "select": (1, "dim"),
+    "quantile": (2, "dim"),
+    "nanquantile": (2, "dim"),
+}
+"""Those of their arguments on which a shape does depend: position and name."""
+UNSIZED = frozenset(
+    "sparse_coo_tensor sparse_csr_tensor sparse_csc_tensor sparse_bsr_tensor sparse_bsc_tensor "
+    "sparse_compressed_tensor".split()
+)
+"""Functions whose result is as large as the numbers in their first arguments say, if nobody names a size."""
 ENGINE = frozenset([Tensor.backward, torch.autograd.backward, torch.autograd.grad])
 """Functions that run autograd, whose hooks must not run with dispatch off."""
-UNSEEN = frozenset("_set_grad_enabled set_grad_enabled __hash__ is_floating_point is_complex dim __repr__".split())
+UNSEEN = frozenset("_set_grad_enabled set_grad_enabled __hash__ is_floating_point is_complex dim".split())
 """Functions that leave no trace in a program."""
 WRITES = frozenset("__setitem__ __set__ register_hook retain_grad register_post_accumulate_grad_hook".split())
 """Functions that change a tensor, besides those whose names end in an underscore."""
@@ -69,11 +91,11 @@ class Op:
     function: Callable[..., Any]
     """What was called."""
     args: tuple[Any, ...]
-    """With what; containers are copies."""
+    """With what; containers are copies, with values in place of tensors."""
     kwargs: dict[str, Any]
     """By name."""
     result: Any
-    """What came back."""
+    """What came back: values, in containers if they were."""
     gradients: bool
     """Whether autograd was on."""
     keeps: bool
@@ -97,15 +119,16 @@ class Recorder(TorchFunctionMode):
         self.ops: list[Op] = []
         self.reason: str | None = None
         """Why the call cannot be repeated blindly; None: it can."""
-        self._alive: list[Any] = []
-        self._known: dict[int, int] = {}
-        """Tensors that there are by now, by id, and the id of the first object for the same value."""
+        self.values = Values()
+        """Of the tensors that there are by now."""
+        self._constants = fold.Constants()
         self._paused = 0
         self._watch = Watch(self._outside)
         self._autocast = _autocast()
         self._hooks = _saved_hooks(True)
         for tensor in known:
-            self.know(tensor)
+            value = self._know(tensor)
+            value.given = tensor
 
     def __enter__(self) -> Recorder:
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -122,10 +145,7 @@ class Recorder(TorchFunctionMode):
         self._watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         slot.end()
         communication.listeners.remove(self._untapped)
-
-    def first(self, tensor: Tensor) -> int:
-        """Return the id of the first object for the value of a tensor."""
-        return self._known.get(id(tensor), id(tensor))
+        del self._watch  # which refers back: what is recorded must not wait for the collector
 
     # -- operators
 
@@ -136,7 +156,7 @@ class Recorder(TorchFunctionMode):
         if self._paused or self.reason is not None:
             return func(*args, **kwargs)
         name = function_name(func)
-        self._check(name, func, args)
+        self._check(name, func, args, kwargs)
         if _on() and any(isinstance(t, DTensor) for t in tensors_of((args, kwargs))):
             with self:
                 return DTensor.__torch_function__(func, types, args, kwargs)
@@ -145,21 +165,23 @@ class Recorder(TorchFunctionMode):
             result = _run(func, types, args, kwargs)
         finally:
             effects = self._watch.end()
-        if effects.reads and not _reads_safely(name, args):
+        if effects.reads and not _reads_safely(name, args, kwargs):
             self.refuse(f"{name} reads a value of a tensor ({effects.reads}), on which a shape may depend")
         if name not in UNSEEN:
             keeps = name in DRAWS or _writes(name) or "out" in kwargs or _counts(effects, args, kwargs)
             self._note(func, args, kwargs, result, keeps)
         return result
 
-    def _check(self, name: str, func: Any, args: tuple[Any, ...]) -> None:
+    def _check(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if name in HOST_READS:
             self.refuse(f"{name} hands a value of a tensor to Python")
-        elif name in DATA_SHAPES or (name == "where" and len(args) == 1):
+        elif name in DATA_SHAPES or (name == "where" and len(args) + len(kwargs) == 1):
             self.refuse(f"the shape of what {name} returns depends on data")
+        elif name in UNSIZED and not _has_size(name, args, kwargs):
+            self.refuse(f"the shape of what {name} returns depends on data, as it is given no size")
         elif name == "__getitem__" and _has_mask(args[1]):
             self.refuse("the shape of what a boolean index returns depends on data")
-        elif name in ("repeat_interleave", "tensor_split") and any(isinstance(a, Tensor) for a in args[1:]):
+        elif name in ("repeat_interleave", "tensor_split") and _is_split_by_data(args, kwargs):
             self.refuse(f"the shape of what {name} returns depends on data")
         elif func in ENGINE:
             self.refuse(f"{name} runs autograd")
@@ -189,34 +211,29 @@ class Recorder(TorchFunctionMode):
             y = move(x, types)
         finally:
             self.go_on(before)
-        if id(y) not in self._known or self.first(y) == self.first(x):
+        before_x, before_y = self.values.find(x), self.values.find(y)
+        if before_y is None or not before_y.known or (before_x is not None and before_y.first is before_x.first):
             self._note(move, (x, types), {"spec": x._spec}, y, False)
         return y
 
     def alias(self, alias: Tensor, of: Tensor) -> Tensor:
         """Take note of a second object for the same value."""
         if not self._paused and self.reason is None:
-            known = id(of) in self._known
-            if known:
+            source = self.values.look(of)
+            if source.known:
                 self._note(plain, (of,), {}, alias, False)
-            self._alive.append(alias)
-            if not known or _requires_grad(alias) == _requires_grad(of):
-                self._known[id(alias)] = self.first(of)
+            second = self._know(alias)
+            if not source.known or second.requires_grad == source.requires_grad:
+                second.first = source.first
         return alias
-
-    def same(self, tensor: Tensor, other: Tensor) -> None:
-        """Take what is known of one tensor for what is known of another, from which it does not differ."""
-        self._known[id(tensor)] = self.first(other)
-
-    def separate(self, tensor: Tensor) -> None:
-        """Take a tensor that was known as a second object of a value for a value of its own."""
-        self._known[id(tensor)] = id(tensor)
 
     def refuse(self, reason: str) -> None:
         """Give up recording."""
         if self.reason is None and not self._paused:
             file, line = user_frame()
             self.reason = f"{reason} ({file}:{line})"
+            self.ops.clear()
+            self._constants.clear()
 
     def pause(self) -> Any:
         """Record nothing until `go_on`; returns what that takes."""
@@ -241,15 +258,16 @@ class Recorder(TorchFunctionMode):
             self.refuse(f"{operator} reads a value of a tensor")
         elif effects.draws:
             self.refuse(f"{operator} draws random numbers in a way that no record shows")
-        elif effects.written and effects.written & {memory_of(t) for t in self._alive}:
+        elif effects.written & self.values.memory.keys():
             self.refuse(f"{operator} writes to a tensor in a way that no record shows")
 
     # -- the record
 
-    def know(self, tensor: Tensor) -> None:
+    def _know(self, tensor: Tensor) -> Value:
         """Take note of a tensor that there is from now on."""
-        self._alive.append(tensor)
-        self._known.setdefault(id(tensor), id(tensor))
+        value = self.values.look(tensor)
+        value.known = True
+        return value
 
     def _note(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, keeps: bool
@@ -257,7 +275,8 @@ class Recorder(TorchFunctionMode):
         if self._paused or self.reason is not None:
             return
         for tensor in tensors_of((args, kwargs)):
-            if id(tensor) not in self._known:
+            value = self.values.find(tensor)
+            if value is None or not value.known:
                 shape, name = list(_run(Tensor.size, (), (tensor,), {})), function_name(function)
                 self.refuse(
                     f"{name} uses a tensor of shape {shape} that is no input, parameter, buffer or attribute of a "
@@ -268,20 +287,21 @@ class Recorder(TorchFunctionMode):
             self.refuse("autocast is switched inside")
         if _saved_hooks(True) != self._hooks:
             self.refuse("saved tensors have hooks inside, as of a checkpoint: make the module inside of it static")
-        self.ops.append(Op(function, _copied(args), _copied(kwargs), result, torch.is_grad_enabled(), keeps))
+        if self.reason is not None:
+            return
         for tensor in tensors_of(result):
-            self.know(tensor)
+            self._know(tensor)
+        values = self.values
+        given, named = described(args, values), described(kwargs, values)
+        op = Op(function, given, named, returned(result, values), torch.is_grad_enabled(), keeps)
+        self.ops.append(op)
+        self._constants.note(op, result)
 
 
 def plain(x: Tensor) -> Tensor:
     """Return a second object for the value of a tensor, as `_tap.alias` does."""
     y: Tensor = _run(Tensor.as_subclass, (), (x, Tensor), {})
     return y
-
-
-def _requires_grad(tensor: Tensor) -> bool:
-    with torch._C.DisableTorchFunction():  # a recorder must not see it
-        return tensor.requires_grad
 
 
 def _counts(effects: Effects, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -292,22 +312,24 @@ def _counts(effects: Effects, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return bool(effects.written) and any(memory_of(t) in effects.written for t in tensors_of((args, kwargs)))
 
 
-def _reads_safely(name: str, args: tuple[Any, ...]) -> bool:
+def _reads_safely(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if name in ("__getitem__", "__setitem__"):
         items = args[1] if isinstance(args[1], tuple | list) else (args[1],)
         return not any(isinstance(i, slice) and tensors_of([i.start, i.stop, i.step]) for i in items)
-    return name in SAFE_READS
+    if name not in SIZES:
+        return name in SAFE_READS
+    at, key = SIZES[name]
+    return not tensors_of([args[at] if at < len(args) else kwargs.get(key)])
 
 
-def _copied(value: Any) -> Any:
-    """Copy containers, so that later changes of lists do not change the record."""
-    if type(value) is list:
-        return [_copied(v) for v in value]
-    if type(value) is tuple:
-        return tuple(_copied(v) for v in value)
-    if type(value) is dict:
-        return {k: _copied(v) for k, v in value.items()}
-    return value
+def _has_size(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    before = 2 if name == "sparse_coo_tensor" else 3  # indices and values
+    return kwargs.get("size") is not None or (len(args) > before and not isinstance(args[before], torch.dtype))
+
+
+def _is_split_by_data(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    named = [value for key, value in kwargs.items() if key not in ("input", "self")]
+    return any(isinstance(value, Tensor) for value in (*args[1:], *named))
 
 
 def _writes(name: str) -> bool:

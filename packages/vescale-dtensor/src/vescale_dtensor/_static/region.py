@@ -25,7 +25,8 @@ from .passes import Settings
 from .program import Program, Unwritable, write
 from .recorder import Recorder
 from .results import Shape, Shapeless
-from .signature import Held, NoKey, arguments_key, modes_key, python_generators, watched
+from .signature import Held, NoKey, arguments_key, foreign_global_hook, modes_key, python_generators, watched
+from .unchanged import Arguments
 
 __all__ = ["Region"]
 
@@ -45,6 +46,10 @@ class _Record:
     """Of the result."""
     reason: str | None = None
     """Why calls of this signature stay dynamic."""
+    arguments: Arguments | None = None
+    """Of a call that had it; None: none had arguments that can be compared."""
+    situation: Any = None
+    """State of the modules, and modes of torch and of this package, in that call."""
 
 
 class Region:
@@ -66,22 +71,34 @@ class Region:
         _random.provider()  # asked for now, lest the first call have a signature of its own
         self._limit = limit
         self._records: dict[Any, _Record] = {}
+        self._recent: _Record | None = None
+        """Whose program ran last."""
         self._said: list[str] = []
         self._assigned = 0
         functools.update_wrapper(self, function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         modes = torch._C._len_torch_function_stack()
-        if not torch._C._is_torch_function_enabled() or (modes and not _onlookers()) or watched():
-            return self.function(*args, **kwargs)  # inside of another region, or under a mode that wants to see all
+        if not torch._C._is_torch_function_enabled():
+            return self.function(*args, **kwargs)  # inside of another region
+        if (modes and not _onlookers()) or watched():
+            self._say_who_looks()
+            return self.function(*args, **kwargs)
         inputs: list[Tensor] = []
         with torch._C.DisableTorchFunctionSubclass():
+            recent = self._recent
+            if recent is not None and not modes:
+                tensors = self._fitting(recent, args, kwargs)
+                if tensors is not None:
+                    return _run(recent, tensors)
             try:
                 key: Any = arguments_key(args, kwargs, inputs)
                 if self._held.refresh():
                     self._records.clear()
+                    self._recent = None
                 held = self._held.tensors()
-                key = (key, self._held.state(held), modes_key())
+                situation = self._held.state(held), modes_key()
+                key = (key, situation)
             except NoKey as error:
                 self._say(f"it has {error}")
                 key = None
@@ -99,10 +116,26 @@ class Region:
             if modes:
                 for mode in _onlookers():
                     mode.program_runs(self.name, record.program.notes)
-            return _run(record, held, inputs)
+            if record.arguments is None and Arguments.possible(args, kwargs):
+                record.arguments, record.situation = Arguments(args, kwargs), situation
+            self._recent = record
+            with torch._C.DisableTorchFunctionSubclass():
+                return _run(record, [*held, *inputs])
         if record.reason is not None:
             return self.function(*args, **kwargs)
         return self._record(key, record, args, kwargs, held, inputs)
+
+    def _fitting(self, record: _Record, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
+        """Return what the program of a record takes, if a call is like one that had it; None: it may not be."""
+        if record.arguments is None:
+            return None
+        inputs = record.arguments.tensors_of(args, kwargs)
+        if inputs is None:
+            return None
+        found = self._held.unchanged()
+        if found is None or record.situation != (found[1], modes_key()):
+            return None
+        return found[0] + inputs
 
     def _record(
         self, key: Any, record: _Record, args: Any, kwargs: dict[str, Any], held: list[Tensor], inputs: list[Tensor]
@@ -132,6 +165,7 @@ class Region:
         except (Unwritable, Shapeless) as error:
             record.reason = str(error)
         if record.reason is not None:
+            record.first = record.shape = None
             self._say(record.reason)
         return result
 
@@ -160,6 +194,7 @@ class Region:
         if not shape.tensors:
             raise Unwritable("it returns no tensor")
         program = write(recorder, inputs, held, shape.tensors, self.settings)
+        shape.forget()  # or the graph of this call lives until the next one
         first, before = record.first, record.shape
         if first is None or before is None:
             record.first, record.shape = program, shape
@@ -169,15 +204,26 @@ class Region:
         name = differs(first.run.__globals__, program.run.__globals__)
         if name is not None:
             raise Unwritable(f"two calls did different things: {name} was another object")
-        if shape.key() != before.key() or any(a is b for a in shape.objects for b in before.objects):
+        if shape.key() != before.key() or shape.shares(before):
             raise Unwritable("two calls returned different things besides tensors")
         if self.settings.backend is not None:
             from .compile import compiled
 
             program = compiled(program, self.name, self.settings.backend)
-        shape.forget()
         record.first, record.shape = None, shape
         record.program = program  # last, for other threads
+
+    def _say_who_looks(self) -> None:
+        """Warn of a mode of Python functions that a program would pass by; a record around this region is none."""
+        modes = [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+        if any(isinstance(mode, Recorder) for mode in modes):
+            return
+        strange = [type(mode) for mode in modes if not hasattr(mode, "program_runs")]
+        if strange:
+            name = f"{strange[-1].__module__}.{strange[-1].__qualname__}"
+            self._say(f"it is called under the torch-function mode {name}, which must see every function")
+        elif foreign_global_hook():
+            self._say("there is a hook on all modules, which a program would not call")
 
     def _say(self, reason: str) -> None:
         if reason in self._said:
@@ -210,19 +256,22 @@ class Region:
         raise DTensorError(f"{self.name} is static, and its programs cannot be pickled; save its state_dict() instead.")
 
 
-def _run(record: _Record, held: list[Tensor], inputs: list[Tensor]) -> Any:
+def _run(record: _Record, given: list[Tensor]) -> Any:
+    """Run a program; with dispatch off."""
     program, shape = record.program, record.shape
     assert program is not None
     assert shape is not None
-    before = torch.is_grad_enabled()
-    with torch._C.DisableTorchFunctionSubclass():
+    if not program.switches:
+        made = program.run(*given)
+    else:
+        before = torch.is_grad_enabled()
         try:
-            made = program.run(*held, *inputs)
+            made = program.run(*given)
         finally:
-            if program.switches:
-                torch._C._set_grad_enabled(before)
-        labelled = [t if spec is None else _labelled(t, spec) for t, spec in zip(made, program.specs, strict=True)]
-    return shape.filled(labelled)
+            torch._C._set_grad_enabled(before)
+    return shape.filled(
+        [t if spec is None else _labelled(t, spec) for t, spec in zip(made, program.specs, strict=True)]
+    )
 
 
 def _onlookers() -> list[Any]:

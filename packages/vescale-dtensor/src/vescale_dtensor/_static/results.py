@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -37,11 +38,12 @@ class Shape:
         self.tree: TreeSpec = tree
         self.tensors: list[Tensor] = []
         """All tensors, in order."""
-        self.objects: list[Any] = []
-        """Those whose attributes hold tensors."""
+        self.objects: list[weakref.ref[Any]] = []
+        """Those whose attributes hold tensors, as long as others have them."""
         self._leaves: list[Any] = []
         for leaf in leaves:
             self._leaves.append(self._leaf(leaf, depth))
+        self._alone = tree.is_leaf() and self._leaves[0] is _TENSOR
 
     def _leaf(self, leaf: Any, depth: int) -> Any:
         if isinstance(leaf, Tensor):
@@ -55,25 +57,32 @@ class Shape:
             raise Shapeless(f"it returns a {type(leaf).__name__}")
         if isinstance(leaf, torch.nn.Module) or type(leaf).__module__.partition(".")[0] in ("torch", "builtins"):
             raise Shapeless(f"it returns a {type(leaf).__name__}")
+        if type(leaf).__weakrefoffset__ == 0:  # whether it lives on cannot be told
+            raise Shapeless(f"it returns a {type(leaf).__name__}")
         inside = _Object(type(leaf), Shape(dict(attributes), depth + 1))
         self.tensors += inside.shape.tensors
-        self.objects += [leaf, *inside.shape.objects]
+        self.objects += [weakref.ref(leaf), *inside.shape.objects]
         return inside
 
     def key(self) -> Any:
         """Return what is equal where results differ in their tensors only."""
         return repr(self.tree), [leaf.key() if isinstance(leaf, _Object) else repr(leaf) for leaf in self._leaves]
 
+    def shares(self, other: Shape) -> bool:
+        """Whether an object is part of both results."""
+        mine = {id(one) for reference in self.objects if (one := reference()) is not None}
+        return any(id(reference()) in mine for reference in other.objects)
+
     def forget(self) -> None:
-        """Let the tensors and objects go."""
-        self.tensors, self.objects = [], []
+        """Let the tensors go."""
+        self.tensors = []
         for leaf in self._leaves:
             if isinstance(leaf, _Object):
                 leaf.shape.forget()
 
     def filled(self, tensors: Sequence[Tensor]) -> Any:
         """Return a result with other tensors."""
-        return tensors[0] if self.tree.is_leaf() and self._leaves[0] is _TENSOR else self._fill(iter(tensors))
+        return tensors[0] if self._alone else self._fill(iter(tensors))
 
     def _fill(self, rest: Iterator[Tensor]) -> Any:
         leaves = []

@@ -6,6 +6,7 @@ Everything is read with dispatch off, where a tensor's metadata are local and ch
 from __future__ import annotations
 
 import itertools
+import operator
 import random
 import sys
 from collections.abc import Iterable, Sequence
@@ -20,12 +21,13 @@ from .. import _random
 from .._dispatch.policy import state as _policy
 from .._tensor import DTensor
 from .surroundings import Surroundings, value_key
+from .unchanged import Metadata
 
 _requires_grad = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _dtype = Tensor.dtype.__get__  # type: ignore[attr-defined]
 _stride, _num_elements = Tensor.stride, Tensor.numel  # together they tell shapes apart, and are cheaper
 
-__all__ = ["Held", "NoKey", "arguments_key", "modes_key", "python_generators", "watched"]
+__all__ = ["Held", "NoKey", "arguments_key", "foreign_global_hook", "modes_key", "python_generators", "watched"]
 
 _TENSORS = (DTensor, Tensor, nn.Parameter)
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
@@ -89,12 +91,14 @@ def watched() -> bool:
     return bool(
         torch._C._functorch.peek_interpreter_stack() is not None
         or (torch._C._len_torch_dispatch_stack() and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE))
-        or (_any_global_hook() and _foreign_global_hook())  # type: ignore[no-untyped-call]
+        or foreign_global_hook()
     )
 
 
-def _foreign_global_hook() -> bool:
+def foreign_global_hook() -> bool:
     """Whether a hook on all modules is not of this package, whose `explain` and `static_eager` only look on."""
+    if not _any_global_hook():  # type: ignore[no-untyped-call]
+        return False
     tables = (
         module_hooks._global_forward_pre_hooks,
         module_hooks._global_forward_hooks,
@@ -116,7 +120,7 @@ def tensor_key(tensor: Tensor) -> tuple[Any, ...]:
     """Return what of a tensor decides what a program does with it; with dispatch off."""
     spec = tensor._spec if tensor.__class__ is DTensor else tensor.shape
     gradients = tensor.requires_grad and (2 if tensor.is_leaf else 1)
-    return spec, tensor.dtype, tensor.stride(), gradients, tensor.device
+    return spec, tensor.dtype, tensor.stride(), gradients, tensor.device, tensor.is_conj(), tensor.is_neg()
 
 
 def modes_key() -> tuple[Any, ...]:
@@ -149,6 +153,8 @@ class Held:
         self._types: set[type] = set()
         self._strange: type | None = None
         self._last: tuple[Any, int] | None = None
+        self._known: tuple[list[int], Metadata, int, tuple[int, int]] | None = None
+        """Of the last call: which tensors there were, what they were, how many hooks modules had, and its state."""
         self._around = -1
         self.last_change: str | None = None
         """Name of what was another one in a call than in the one before."""
@@ -160,7 +166,9 @@ class Held:
 
     def _read(self) -> None:
         self.modules = list(dict.fromkeys(m for root in self._roots for m in root.modules()))
+        self._known = None
         self._tables = [m._modules for m in self.modules]
+        self._inner = [m for table in self._tables for m in table.values()]
         self._children = self._child_ids()
         self._hooks = [getattr(m, name) for m in self.modules for name in _HOOKS]
         self._slots = []
@@ -171,6 +179,7 @@ class Held:
                     if isinstance(value, Tensor) and id(value) not in seen:
                         seen.add(id(value))
                         self._slots.append((table, name))
+        self._slot_tables, self._slot_names = [t for t, _ in self._slots], [n for _, n in self._slots]
         self._types = set(map(type, self.tensors()))
         self._strange = next((t for t in self._types if t not in _TENSORS and _has_own_operators(t)), None)
         self._num_held = self._count_held()
@@ -194,6 +203,24 @@ class Held:
     def tensors(self) -> list[Tensor]:
         """Return the tensors, each once; in the same order as long as `refresh` returns False."""
         return [table[name] for table, name in self._slots]
+
+    def unchanged(self) -> tuple[list[Tensor], tuple[int, int]] | None:
+        """Return the tensors and the numbers of `state` if all is as when it was asked; None: it may not be."""
+        if self._known is None:
+            return None
+        ids, metadata, num_hooks, numbers = self._known
+        try:
+            tensors: list[Tensor] = list(map(operator.getitem, self._slot_tables, self._slot_names))
+        except KeyError:
+            return None
+        if list(map(id, tensors)) != ids or not metadata.same(tensors):
+            return None
+        inner = list(itertools.chain.from_iterable(map(dict.values, self._tables)))
+        if len(inner) != len(self._inner) or not all(map(operator.is_, inner, self._inner)):
+            return None
+        if sum(map(len, self._hooks)) != num_hooks or not self._surroundings.same(self._values, self._sizes):
+            return None
+        return tensors, numbers
 
     def refresh(self) -> bool:
         """Look at the modules anew where something changed, and tell whether `tensors` returns others, or more."""
@@ -250,10 +277,12 @@ class Held:
         )
         last = self._last
         if last is not None and now == last[0]:
+            if self._known is None:
+                self._known = now[0], Metadata(tensors), now[5], (last[1], self._around)
             return last[1], self._around
         # Only tensors that were put in place of others need a closer look, for their layouts.
         number = self._number((tuple([tensor_key(t) for t in tensors]), now[5]))
-        self._last = now, number
+        self._last, self._known = (now, number), None
         return number, self._around
 
 

@@ -47,6 +47,8 @@ class _Source:
     """Of the entries that are read; None: all, by position."""
     read: Callable[[], tuple[Any, ...]]
     """Returns the entries."""
+    table: dict[Any, Any] | None = None
+    """Where `keys` are; None: they are no keys."""
 
 
 class Surroundings:
@@ -66,6 +68,11 @@ class Surroundings:
         classes = dict.fromkeys(type(module) for module in modules)
         for function, owner in [(f, None) for f in functions] + [(cls.forward, cls) for cls in classes]:
             self._add_function(function, owner or type(getattr(function, "__self__", None)), 0)
+        self._sources.sort(key=lambda source: source.table is None)
+        tables = [source for source in self._sources if source.table is not None]
+        self._tables: list[Any] = [source.table for source in tables for _ in source.keys or ()]
+        self._keys = [key for source in tables for key in source.keys or ()]
+        self._rest = [source.read for source in self._sources if source.table is None]
         self._readers = [source.read for source in self._sources]
         self._sized = [source.container for source in self._sources if source.container is not None]
 
@@ -80,10 +87,16 @@ class Surroundings:
     def same(self, values: Sequence[Any], sizes: Sequence[int]) -> bool:
         """Whether all values are the same objects as before, and no container grew or shrank."""
         try:
-            now = self.values()
+            if not all(map(operator.is_, map(operator.getitem, self._tables, self._keys), values)):
+                return False
         except KeyError:
             return False
-        return len(now) == len(values) and all(map(operator.is_, now, values)) and self.sizes() == sizes
+        if self._rest:
+            now = list(itertools.chain.from_iterable([read() for read in self._rest]))
+            before = values[len(self._keys) :]
+            if len(now) != len(before) or not all(map(operator.is_, now, before)):
+                return False
+        return self.sizes() == sizes
 
     def changed(self, values: Sequence[Any], sizes: Sequence[int]) -> str | None:
         """Name what is another object than before, or grew or shrank; None: nothing."""
@@ -111,7 +124,7 @@ class Surroundings:
             keys = [k for k in table if k not in _INTERNAL] if len(table) <= MOST else []
         chosen = tuple(k for k in keys if depth or not isinstance(table[k], Tensor))
         if chosen or sized is not None:
-            self._sources.append(_Source(sized, name, chosen, _reader(table, chosen)))
+            self._sources.append(_Source(sized, name, chosen, _reader(table, chosen), table))
         for key in chosen:
             self._follow(table[key], f"{name}.{key}", depth + 1)
 
