@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_map
 
 from ._comm.move import strip
 from ._dispatch.call import Call, Localized, Rewrite, Rule, Strategy, function_name
-from ._dispatch.engine import Handler, RuleFunction, clear_caches, keyed_handler, tensors_in
+from ._dispatch.engine import Handler, clear_caches, keyed_handler, tensors_in
+from ._dispatch.entry import RuleFunction
 from ._dispatch.fallback import gather_fallback
 from ._spec import Spec
 from ._tensor import TABLE, DTensor

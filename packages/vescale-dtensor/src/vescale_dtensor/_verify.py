@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_map
 from ._comm.move import strip
 from ._dispatch import engine
 from ._dispatch.call import Call, Rule, Strategy
-from ._dispatch.engine import Entry, RuleFunction, execute, miss
+from ._dispatch.engine import execute
+from ._dispatch.entry import Entry, RuleFunction, miss
 from ._imagined import imagined_mesh
 from ._mesh import MeshInfo
 from ._register import ask_plugins, on_plain_tensors, require_form, rule_of

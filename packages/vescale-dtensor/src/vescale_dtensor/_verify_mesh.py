@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 from ._api import distribute_tensor
 from ._dispatch import policy
 from ._dispatch.call import Call
-from ._dispatch.engine import RuleFunction
+from ._dispatch.entry import RuleFunction
 from ._mesh import mesh_info
 from ._spec import replicated
 from ._tensor import DTensor, make

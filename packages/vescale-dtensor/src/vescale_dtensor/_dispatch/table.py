@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._tensor import TABLE
-from .engine import Handler, RuleFunction, keyed_handler, pointwise_handler
+from .engine import Handler, keyed_handler, pointwise_handler
+from .entry import RuleFunction
 from .fallback import enter, gather_fallback, inplace_fallback
 
 _NAMESPACES: tuple[Any, ...] = (torch, torch._C._VariableFunctions, Tensor, F, torch._C._nn, torch.functional)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from .._dispatch.call import Call, LocalFunction, Rule, Shape, Strategy
-from .._dispatch.engine import RuleFunction
+from .._dispatch.entry import RuleFunction
 from .._spec import Spec
 from ..placements import P, R
 from .pointwise import broadcast, elementwise_strategies

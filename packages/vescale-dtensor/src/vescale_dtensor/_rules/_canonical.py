@@ -17,7 +17,8 @@ from torch import Tensor
 
 from .._dispatch import engine
 from .._dispatch.call import Rewrite, Shape, normalize_dims
-from .._dispatch.engine import Cache, Entry, Handler, NoRule, RuleFunction, execute, label, miss, out_variant, remember
+from .._dispatch.engine import Cache, Handler, execute, label, out_variant, remember
+from .._dispatch.entry import Entry, NoRule, RuleFunction, miss
 from .._dispatch.fallback import gather_fallback
 from .._dispatch.table import register
 from .._irregular import cut_dims_of

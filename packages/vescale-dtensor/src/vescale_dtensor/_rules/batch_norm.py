@@ -17,7 +17,8 @@ from torch import Tensor
 from .._comm.move import move, reduced_types
 from .._dispatch import policy
 from .._dispatch.call import Call, Localized, Rule, Strategy, first_dtensor
-from .._dispatch.engine import Handler, RuleFunction
+from .._dispatch.engine import Handler
+from .._dispatch.entry import RuleFunction
 from .._dispatch.fallback import gather_fallback
 from .._dispatch.table import register
 from .._spec import Spec, replicated

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .._dispatch.call import Call, Rewrite, Rule, Strategy
-from .._dispatch.engine import RuleFunction
+from .._dispatch.entry import RuleFunction
 from .._dispatch.table import keyed
 from .._spec import Spec
 from ..placements import P, R

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._dispatch.call import Call, LocalFunction, Rule, Shape, Strategy, normalize_dim
-from .._dispatch.engine import Handler, RuleFunction, keyed_handler
+from .._dispatch.engine import Handler, keyed_handler
+from .._dispatch.entry import RuleFunction
 from .._dispatch.fallback import enter, gather_fallback
 from .._dispatch.table import keyed
 from .._spec import Spec

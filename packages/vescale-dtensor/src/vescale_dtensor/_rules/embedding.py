@@ -14,7 +14,8 @@ import torch.nn.functional as F
 
 from .._dispatch import engine
 from .._dispatch.call import Call, LocalFunction, Rule, Strategy
-from .._dispatch.engine import NoRule, execute, keyed_handler, miss
+from .._dispatch.engine import execute, keyed_handler
+from .._dispatch.entry import NoRule, miss
 from .._dispatch.fallback import gather_fallback
 from .._dispatch.table import register, spellings
 from .._spec import Spec

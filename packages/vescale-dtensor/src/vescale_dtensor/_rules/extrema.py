@@ -14,7 +14,8 @@ from torch import Tensor
 
 from .._comm.move import strip
 from .._dispatch.call import Call, Localized, Rewrite, Rule
-from .._dispatch.engine import Handler, NoRule, RuleFunction
+from .._dispatch.engine import Handler
+from .._dispatch.entry import NoRule, RuleFunction
 from .._dispatch.table import register
 from .._spec import Spec
 from .._tensor import TABLE

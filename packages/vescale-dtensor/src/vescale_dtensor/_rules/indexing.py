@@ -16,7 +16,8 @@ from .._comm.move import move
 from .._dispatch import policy
 from .._dispatch.call import Rewrite
 from .._dispatch.copies import before_write, mark_copies
-from .._dispatch.engine import Cache, Entry, execute, label_one, miss, remember
+from .._dispatch.engine import Cache, execute, label_one, remember
+from .._dispatch.entry import Entry, miss
 from .._dispatch.fallback import write_back
 from .._dispatch.table import register
 from .._spec import Spec, replicated

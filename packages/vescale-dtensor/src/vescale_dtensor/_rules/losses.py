@@ -19,7 +19,8 @@ from torch import Tensor
 
 from .._comm.steps import AllReduce, ReduceExtremum
 from .._dispatch.call import Call, LocalFunction, Rule, Shape, Strategy
-from .._dispatch.engine import Cache, Entry, Handler, NoRule, execute, keyed_handler, miss, remember
+from .._dispatch.engine import Cache, Handler, execute, keyed_handler, remember
+from .._dispatch.entry import Entry, NoRule, miss
 from .._dispatch.fallback import gather_fallback
 from .._irregular import is_cut
 from .._mesh import Axes, MeshInfo

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._comm.move import strip
 from .._dispatch.call import Call, Localized, Rewrite, Rule
-from .._dispatch.engine import RuleFunction
+from .._dispatch.entry import RuleFunction
 from .._spec import Spec
 from ..placements import I
 from ._across import Across

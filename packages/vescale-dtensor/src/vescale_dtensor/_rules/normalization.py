@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._dispatch.call import Call, Localized, Rule, Strategy
-from .._dispatch.engine import RuleFunction
+from .._dispatch.entry import RuleFunction
 from .._dispatch.table import keyed
 from .._spec import Spec
 from ..placements import R

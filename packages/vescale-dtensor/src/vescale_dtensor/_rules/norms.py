@@ -14,7 +14,8 @@ from torch import Tensor
 
 from .._comm.move import strip
 from .._dispatch.call import Call, Localized, Rewrite, Rule, Strategy, normalize_dim
-from .._dispatch.engine import NoRule, out_variant
+from .._dispatch.engine import out_variant
+from .._dispatch.entry import NoRule
 from .._dispatch.fallback import gather_fallback
 from .._dispatch.table import keyed, register
 from .._spec import Spec

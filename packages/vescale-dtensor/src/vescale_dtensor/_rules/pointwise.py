@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .._dispatch.call import Call, Rule, Shape, Strategy
-from .._dispatch.engine import RuleFunction
+from .._dispatch.entry import RuleFunction
 from .._dispatch.table import keyed, pointwise
 from ..placements import I, P, R
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from .._dispatch.call import Call, Localized, Rewrite, Rule, Strategy
-from .._dispatch.engine import NoRule, RuleFunction, out_variant
+from .._dispatch.engine import out_variant
+from .._dispatch.entry import NoRule, RuleFunction
 from .._dispatch.table import register
 from .._spec import Spec
 from ..placements import I, P

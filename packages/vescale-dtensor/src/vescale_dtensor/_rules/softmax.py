@@ -14,7 +14,8 @@ from torch import Tensor
 
 from .._comm.move import strip
 from .._dispatch.call import Call, Localized, Rewrite, Rule, Strategy, normalize_dim
-from .._dispatch.engine import Cache, Entry, Handler, NoRule, RuleFunction, execute, miss, remember
+from .._dispatch.engine import Cache, Handler, execute, remember
+from .._dispatch.entry import Entry, NoRule, RuleFunction, miss
 from .._dispatch.table import register
 from .._spec import Spec
 from ._across import Across, filled

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._comm.move import move_local, strip
 from .._dispatch.call import Call, Localized, Rewrite, Rule, Shape, Strategy, normalize_dim
-from .._dispatch.engine import NoRule, RuleFunction
+from .._dispatch.entry import NoRule, RuleFunction
 from .._dispatch.table import keyed
 from .._spec import Spec, spec_of
 from ..placements import P, R
