@@ -2,8 +2,8 @@
 
 A parameter that ranks of a mesh axis hold alike is cast where it meets sharded data: its gradient is a sum over these
 ranks. A cast alone has a hook and a collective of its own (see `move`). Here one autograd node casts a bucket of
-parameters, and its backward sends their gradients at once: as one message where that leaves the bits as they are or
-nobody minds, else as many messages under way together. With several buckets a second node, made first and so run last
+parameters, and its backward sends their gradients as one message, which leaves the bits as they are (see `ranked`)
+unless nobody minds. With several buckets a second node, made first and so run last
 by autograd, waits for all: the messages of one bucket travel while the gradients of the next are computed.
 """
 
@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from .._spec import Spec
@@ -25,9 +24,9 @@ from .move import dtensor_class, forget_casts_of, move_local, run_plan, watchers
 from .nodes import applied
 from .plan import Plan
 from .record import begin, end
-from .steps import AllReduce
+from .steps import AllReduce, Waits
 
-__all__ = ["Bucket", "Door", "divided", "keeps_bits", "pool_for"]
+__all__ = ["Bucket", "Door", "divided", "pool_for"]
 
 BUCKET_BYTES = 25 << 20
 """Bytes of gradients that travel together, about."""
@@ -35,7 +34,7 @@ BUCKET_BYTES = 25 << 20
 _version = Tensor._version.__get__  # type: ignore[attr-defined]
 _detach = torch._C.TensorBase.detach
 _has_casts = operator.methodcaller("__contains__", "_casts")
-Running = tuple[list[dist.Work | None], list[Tensor | None], object]
+Running = tuple[list[Waits | None], list[Tensor | None], object]
 """Works, the gradients that they reduce in place, and the token of a span."""
 
 
@@ -44,7 +43,8 @@ class Bucket:
 
     Args:
         plans: of the casts, one per parameter; all have reducers over the same axes.
-        merged: whether all gradients travel as one message.
+        exact: whether sums have the bits of gradients that travel alone; with False more than two ranks add in
+            another order, in one exchange.
         waits: whether its backward waits for the sums; False: a `Door` does.
         pool: where the memory of messages comes from; None: anew in each step.
         shared: per parameter, whether calls that go back together share a cast, as those of the dynamic path do.
@@ -55,13 +55,13 @@ class Bucket:
         self,
         plans: Sequence[Plan],
         *,
-        merged: bool,
+        exact: bool,
         waits: bool,
         pool: Pool | None,
         shared: Sequence[bool],
         then: Sequence[Plan | None] = (),
     ) -> None:
-        self.plans, self.merged, self.waits, self.pool = tuple(plans), merged, waits, pool
+        self.plans, self.exact, self.waits, self.pool = tuple(plans), exact, waits, pool
         self.__name__ = "bucket"
         self.kept = [p.target if kept else None for p, kept in zip(plans, shared, strict=True)]
         """Layouts of the casts that are kept with their parameters."""
@@ -75,8 +75,7 @@ class Bucket:
         """The parameters of the last call, so that steps need not make references anew."""
 
     def __repr__(self) -> str:
-        how = "one message" if self.merged else f"{len(self.plans)} messages"
-        return f"<bucket of {len(self.plans)} gradients, {how}>"
+        return f"<bucket of {len(self.plans)} gradients>"
 
     def __call__(self, parameters: list[Tensor], passed: list[Tensor] | None = None) -> Sequence[Tensor]:
         """Return the casts of parameters; casts that others made before, and have not gone back through, are shared.
@@ -142,23 +141,25 @@ class Bucket:
         """Begin to sum gradients; None stays None."""
         token = begin("AllReduce")
         present = [g for g in gradients if g is not None]
-        if self.merged and len(present) > 1 and all(g.layout is torch.strided for g in present):
+        if len(present) > 1 and all(g.layout is torch.strided for g in present):
             works, summed = self._start_merged(present)
         else:
             summed = [g.clone(memory_format=torch.contiguous_format) for g in present]
-            works = [self.reducer.start_in_place(s) for s in summed]
+            works = [self._sum(s) for s in summed]
         rest = iter(summed)
         return works, [None if g is None else next(rest) for g in gradients], token
 
-    def _start_merged(self, gradients: list[Tensor]) -> tuple[list[dist.Work | None], list[Tensor]]:
+    def _sum(self, out: Tensor) -> Waits | None:
+        return self.reducer.start_ranked(out, self.pool) if self.exact else self.reducer.start_in_place(out)
+
+    def _start_merged(self, gradients: list[Tensor]) -> tuple[list[Waits | None], list[Tensor]]:
         one, count = gradients[0], sum([g.numel() for g in gradients])
         if self.pool is None:
             flat: Tensor = torch._C._nn.flatten_dense_tensors(gradients)
         else:
             flat = self.pool.take(one, count)
             torch.cat([g.reshape(-1) for g in gradients], out=flat)
-        work = self.reducer.start_in_place(flat)
-        return [work], list(torch._C._nn.unflatten_dense_tensors(flat, gradients))
+        return [self._sum(flat)], list(torch._C._nn.unflatten_dense_tensors(flat, gradients))
 
 
 class Door:
@@ -179,11 +180,6 @@ class Door:
         """Return the parameters, for buckets; their gradients are waited for on the way back."""
         passed: Sequence[Tensor] = _pass(self, *parameters)
         return passed
-
-
-def keeps_bits(steps: Plan) -> bool:
-    """Whether gradients may share a message without a change of bits: the sum over two ranks has no order."""
-    return steps.source.mesh.size_of(steps.axes) == 2
 
 
 def gradient_bytes(steps: Plan, parameter: Tensor) -> int:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _run = torch._C._disabled_torch_function_impl
 _requires_grad = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_leaf = Tensor.is_leaf.__get__  # type: ignore[attr-defined]
 _version = Tensor._version.__get__  # type: ignore[attr-defined]
 _stride = Tensor.stride
 _grad_enabled = torch.is_grad_enabled
@@ -50,10 +51,20 @@ def needs_grad(x: Tensor) -> bool:
     return _grad_enabled() and bool(_run(_requires_grad, (), (x,), {}))
 
 
-def run_plan(local: Tensor, steps: Plan) -> Tensor:
-    """Run a plan on plain local data, without autograd. Dims keep their order in memory, as on one device."""
+def run_plan(local: Tensor, steps: Plan, *, ranked: bool = False) -> Tensor:
+    """Run a plan on plain local data, without autograd. Dims keep their order in memory, as on one device.
+
+    Args:
+        local: the data.
+        steps: the plan.
+        ranked: whether sums are those of parameters' gradients, in the order of ranks.
+    """
     shape, stride = local.shape, local.stride()
     for step in steps.steps:
+        if ranked and isinstance(step, AllReduce):
+            local = local.clone(memory_format=torch.contiguous_format)
+            step.run_in_place(local, ranked=True)
+            continue
         span = record.begin(type(step).__name__)
         work, finish = step.start(local)
         if work is not None:
@@ -65,14 +76,14 @@ def run_plan(local: Tensor, steps: Plan) -> Tensor:
 
 class _Move(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, source: Spec, target: Spec) -> Tensor:
-        ctx.specs = source, target
+    def forward(ctx: Any, local: Tensor, source: Spec, target: Spec, leaf: bool) -> Tensor:
+        ctx.specs, ctx.leaf = (source, target), leaf
         return run_plan(local, plan(source, target.types))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         source, target = ctx.specs
-        return move_local(grad, target.dual, source.dual.types), None, None
+        return gradient_moved(grad, target.dual, source.dual.types, ctx.leaf), None, None, None
 
 
 class _Attach(torch.autograd.Function):
@@ -100,8 +111,22 @@ def move_local(local: Tensor, source: Spec, types: AxisTypes) -> Tensor:
         return moved
     steps = plan(source, types)
     if torch.is_grad_enabled() and local.requires_grad:
-        return _Move.apply(local, source, steps.target)  # type: ignore[no-any-return, no-untyped-call]
+        return _Move.apply(local, source, steps.target, False)  # type: ignore[no-any-return, no-untyped-call]
     return run_plan(local, steps)
+
+
+def gradient_moved(grad: Tensor, source: Spec, types: AxisTypes, leaf: bool) -> Tensor:
+    """Move a gradient back.
+
+    Args:
+        grad: the local gradient.
+        source: where it is.
+        types: where to.
+        leaf: whether it is that of a leaf, as of a parameter, whose sums have the same bits in every message.
+    """
+    if not leaf or (torch.is_grad_enabled() and grad.requires_grad):
+        return move_local(grad, source, types)
+    return run_plan(grad, plan(source, types), ranked=True)
 
 
 def move(x: DTensor, types: AxisTypes) -> DTensor:
@@ -128,7 +153,7 @@ def move(x: DTensor, types: AxisTypes) -> DTensor:
             made = bucketing.entrance.cast(x, types, steps)
             if made is not None:
                 return made
-        y = _Move.apply(strip(x), spec, steps.target)  # type: ignore[no-untyped-call]
+        y = _Move.apply(strip(x), spec, steps.target, _is_leaf(x))  # type: ignore[no-untyped-call]
     else:
         y = run_plan(strip(x), steps)
     y.__class__ = dtensor_class()
@@ -250,10 +275,10 @@ bucketing = _Bucketing()
 class _ReduceGradient:
     """Gradient hook of a cast from I to R: sums the ranks' gradients, and forgets the cast."""
 
-    __slots__ = ("owner", "reducer", "source", "target")
+    __slots__ = ("leaf", "owner", "reducer", "source", "target")
 
-    def __init__(self, owner: Callable[[], DTensor | None], steps: Plan) -> None:
-        self.owner = owner
+    def __init__(self, owner: Callable[[], DTensor | None], steps: Plan, *, leaf: bool) -> None:
+        self.owner, self.leaf = owner, leaf
         self.source, self.target = steps.target.dual, steps.source.dual  # P to I
         assert steps.reducer is not None
         self.reducer = steps.reducer
@@ -267,8 +292,12 @@ class _ReduceGradient:
         if grad.requires_grad:  # create_graph=True: stay differentiable
             return move_local(grad, self.source, self.target.types)
         out = grad.clone(memory_format=torch.contiguous_format)
-        self.reducer.run_in_place(out)
+        self.reducer.run_in_place(out, ranked=self.leaf)
         return out
+
+
+def _is_leaf(x: Tensor) -> bool:
+    return bool(_run(_leaf, (), (x,), {}))
 
 
 def _cast(x: DTensor, types: AxisTypes, steps: Plan) -> DTensor:
@@ -284,7 +313,7 @@ def _cast(x: DTensor, types: AxisTypes, steps: Plan) -> DTensor:
             return made
     casts = x.__dict__.setdefault("_casts", {})
     y: Any = strip(x)
-    y.register_hook(_ReduceGradient(weakref.ref(x), steps))
+    y.register_hook(_ReduceGradient(weakref.ref(x), steps, leaf=_is_leaf(x)))
     y.__class__ = dtensor_class()
     y._spec, y._is_cast = steps.target, True
     casts[types] = (y, version)

@@ -19,10 +19,19 @@ from torch import Tensor
 from .._mesh import Axes, MeshInfo
 from .._spec import Box, Spec
 from .._tap import slot
+from .buffers import Pool
+from .ranked import RankedSum
 from .record import begin, end, note
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Waits(Protocol):
+    """Something under way."""
+
+    def wait(self) -> object: ...
+
 
 Started = tuple[dist.Work | None, Callable[[], Tensor]]
 """A running collective (None: nothing to wait for) and what to call once it is done."""
@@ -148,7 +157,7 @@ class AllReduce:
 
     def __init__(self, mesh: MeshInfo, axes: Axes) -> None:
         self.mesh, self.axes = mesh, axes
-        self.group = mesh.group(axes)
+        self.group, self.num = mesh.group(axes), mesh.size_of(axes)
 
     def start(self, local: Tensor) -> Started:
         if local.dtype in _ADDED_AS:
@@ -163,13 +172,30 @@ class AllReduce:
         work: dist.Work | None = self.group.allreduce([torch.view_as_real(out) if out.is_complex() else out], _SUM)
         return work
 
-    def run_in_place(self, out: Tensor) -> None:
-        """Reduce a contiguous tensor where it lies."""
+    def start_ranked(self, out: Tensor, pool: Pool | None = None) -> Waits | None:
+        """Start reducing a contiguous tensor where it lies, in the order of ranks (see `ranked`): for parameters.
+
+        Args:
+            out: the tensor.
+            pool: where further memory comes from; None: anew.
+        """
+        if self.num <= 2 or not out.numel() or not (out.is_floating_point() or out.is_complex()):
+            return self.start_in_place(out)  # the order of two addends, and of whole numbers, leaves no trace
+        note("all_reduce", _bytes(out), self.mesh, self.axes)
+        return RankedSum(out, self.group, self.num, pool)
+
+    def run_in_place(self, out: Tensor, *, ranked: bool = False) -> None:
+        """Reduce a contiguous tensor where it lies.
+
+        Args:
+            out: the tensor.
+            ranked: add in the order of ranks.
+        """
         if slot.active and slot.recorder is not None:
-            slot.recorder.atomic(self.run_in_place, (out,), {}, writes=True)
+            slot.recorder.atomic(self.run_in_place, (out,), {"ranked": ranked}, writes=True)
             return
         span = begin("AllReduce")
-        work = self.start_in_place(out)
+        work = self.start_ranked(out) if ranked else self.start_in_place(out)
         if work is not None:
             work.wait()
         end(span)

@@ -6,16 +6,17 @@ Later calls cast a bucket when the first of its parameters is needed: one autogr
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._comm.buffers import Pool
-from .._comm.gradients import Bucket, Door, divided, keeps_bits, pool_for
+from .._comm.gradients import Bucket, Door, divided, pool_for
 from .._comm.move import bucketing, dtensor_class
 from .._comm.plan import Plan, plan
 from .._comm.steps import KeepFirst
@@ -53,6 +54,11 @@ class Entrance:
         self._members: dict[Key, _Member] = {}
         """In the order of their first use."""
         self._groups: dict[Key, tuple[Bucket, list[Key]]] = {}
+        self._tables: list[dict[str, Any]] = []
+        self._names: list[str] = []
+        self._there: list[weakref.ref[Tensor]] = []
+        """What buckets cast, and where the module holds it. Whether others are gone is no question to ask: on one rank
+        they may wait for the garbage collector, and ranks must agree on what they send."""
         self._door: Door | None = None
         self._passed: dict[int, Tensor] = {}
         self._ready: dict[Key, tuple[DTensor, int] | None] = {}
@@ -68,15 +74,15 @@ class Entrance:
     def __reduce__(self) -> tuple[Any, ...]:
         return Entrance, ()
 
-    def enter(self) -> None:
+    def enter(self, module: nn.Module) -> None:
         """Before a call of the module."""
         self._before.append(bucketing.entrance)
         recorded = slot.active and slot.recorder is not None  # programs cast their parameters themselves
         if recorded or not torch.is_grad_enabled():
             bucketing.entrance = None
             return
-        if self._news:
-            self._divide()
+        if self._news or self._replaced():
+            self._divide(module)
         self._passed, self._ready = {}, {}
         if self._door is not None:
             self._pass()
@@ -129,16 +135,28 @@ class Entrance:
         if x.is_leaf and x.__dict__.get("_is_param"):  # an input of this call is not there in the next
             cast, then = _parts(steps)
             if cast is not None:
+                self._members.pop(key, None)  # of a parameter that had this address: ranks differ in addresses
                 self._members[key] = _Member(weakref.ref(x), cast, then)
                 self._news = True
 
-    def _divide(self) -> None:
-        """Make buckets of the members that there are."""
+    def _replaced(self) -> bool:
+        """Whether the module holds something else where it held what buckets cast."""
+        try:
+            now = list(map(operator.getitem, self._tables, self._names))
+        except KeyError:
+            return True
+        return not all(map(operator.is_, now, [ref() for ref in self._there]))
+
+    def _divide(self, module: nn.Module) -> None:
+        """Make buckets of the members that the module holds."""
         self._news = False
+        held = {id(p): (m._parameters, n) for m in module.modules() for n, p in m._parameters.items()}
         with torch._C.DisableTorchFunctionSubclass():
             alive = [(key, m, p) for key, m in self._members.items() if (p := m.parameter()) is not None]
             self._members = {key: m for key, m, _ in alive}
-            fitting = [(key, m, p) for key, m, p in alive if m.fits(p)]
+            fitting = [(key, m, p) for key, m, p in alive if id(p) in held and m.fits(p)]
+            self._tables, self._names = [held[id(p)][0] for _, _, p in fitting], [held[id(p)][1] for _, _, p in fitting]
+            self._there = [m.parameter for _, m, _ in fitting]
             buckets = divided([(m.steps, p) for _, m, p in fitting])
             self._groups = {}
             made = []
@@ -154,7 +172,7 @@ class Entrance:
         casts = [(m.steps, p) for m, p in members]
         return Bucket(
             [steps for steps, _ in casts],
-            merged=keeps_bits(casts[0][0]),
+            exact=True,
             waits=waits,
             pool=pool_for(self._pool, casts),
             shared=[m.then is None for m, _ in members],

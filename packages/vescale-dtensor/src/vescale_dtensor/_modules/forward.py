@@ -231,7 +231,7 @@ class Root:
         self.calls = 0
         self.entrance = Entrance()
 
-    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the forward of the module."""
         if not policy.state.inside_modules:
             self.calls += 1
@@ -240,7 +240,7 @@ class Root:
                     self._check_inputs(args, kwargs)
         policy.state.inside_modules += 1
         self.depth += 1
-        self.entrance.enter()
+        self.entrance.enter(module)
 
     def leave(self) -> None:
         """After it, also when it raised."""
@@ -280,7 +280,7 @@ class EnterHook:
         self.root = root
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.root.enter(args, kwargs)
+        self.root.enter(module, args, kwargs)
 
 
 class LeaveHook:

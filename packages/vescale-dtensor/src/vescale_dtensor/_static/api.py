@@ -50,7 +50,7 @@ def static(
             were made before, "bucket" sends the gradients of parameters together, "overlap" begins moves early and
             waits for them late, "buffers" keeps the memory of messages between steps.
         exact: keep the bits of the dynamic path. With False, passes may also add the numbers of more than two ranks
-            in another order, which saves messages.
+            in another order, which saves exchanges.
         compile: True hands programs to `torch.compile` as one graph each, in their first call; a string names another
             backend than "inductor". Results then equal those of the dynamic path up to the rounding of the compiler;
             random numbers are the same. "overlap" and "buffers" are left out.

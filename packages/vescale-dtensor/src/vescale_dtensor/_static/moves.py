@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._comm.move import _cast, move_local, needs_grad, run_plan, strip, watchers
+from .._comm.move import _cast, gradient_moved, move_local, needs_grad, run_plan, strip, watchers
 from .._comm.nodes import applied
 from .._comm.plan import Plan
 from .._comm.steps import AllReduce
@@ -38,7 +38,9 @@ def shift(local: Tensor, steps: Plan) -> Tensor:
             watch()
     kind = steps.kind
     if needs_grad(local) and kind != "alias":
-        return _NODES.get(kind, _general)(for_node(local), steps)  # type: ignore[no-any-return]
+        node = _NODES.get(kind)
+        given = for_node(local)
+        return node(given, steps) if node is not None else _general(given, steps, local.is_leaf)  # type: ignore[no-any-return]
     alias = strip(local)  # type: ignore[arg-type]  # another object: what a program returns is labelled
     return alias if kind in ("alias", "cast", "relabel") else run_plan(alias, steps)
 
@@ -96,15 +98,17 @@ class _General(torch.autograd.Function):
     """Everything else: the way back is the move between the duals."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, steps: Plan) -> Tensor:
+    def forward(ctx: Any, local: Tensor, steps: Plan, leaf: bool) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.steps = steps
+        ctx.steps, ctx.leaf = steps, leaf
         return run_plan(local, steps)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
         steps: Plan = ctx.steps
-        return grad if grad is None else move_local(grad, steps.target.dual, steps.source.dual.types), None
+        if grad is None:
+            return None, None, None
+        return gradient_moved(grad, steps.target.dual, steps.source.dual.types, ctx.leaf), None, None
 
 
 _general = applied(_General)

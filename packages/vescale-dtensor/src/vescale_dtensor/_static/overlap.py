@@ -15,6 +15,7 @@ from torch import Tensor
 from .._comm.move import Transfer, move, move_local, needs_grad, strip, watchers
 from .._comm.nodes import applied
 from .._comm.plan import Plan, plan
+from .._comm.steps import AllReduce
 from .._dispatch.call import function_name
 from .moves import for_node
 from .recorder import Op
@@ -148,7 +149,17 @@ def _asynchronous(op: Op) -> Plan | None:
     steps = op.plan
     if steps is None or op.keeps or steps.kind not in ("reduce", "general"):
         return None
+    if _is_summed(op.args[0], steps):
+        return None
     return steps if any(hasattr(s, "group") for s in steps.steps) else None
+
+
+def _is_summed(source: Value, steps: Plan) -> bool:
+    """Whether the way back sums the gradient of a leaf over ranks, whose order a transfer does not keep."""
+    if not (source.requires_grad and source.leaf):
+        return False
+    back = plan(steps.target.dual, steps.source.dual.types)
+    return any(isinstance(step, AllReduce) and step.num > 2 for step in back.steps)
 
 
 def _earliest(ops: Sequence[Op], at: int, *, exact: bool) -> int:

@@ -7,16 +7,18 @@ be exact, no pass adds numbers in another order than the dynamic path does.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from .._comm.buffers import Pool
-from .._comm.gradients import Bucket, Door, divided, keeps_bits, pool_for
+from .._comm.gradients import Bucket, Door, divided, pool_for
 from .._comm.move import move
 from .._comm.plan import Plan, plan
 from .._comm.steps import AllReduce, Exchange, KeepFirst, ReduceScatter
 from ..placements import I, R
+from .aliases import FREE
 from .overlap import overlap
 from .recorder import Op
 from .values import Value, values_of
@@ -121,7 +123,8 @@ class _Cast:
 def _bucket(record: _Record) -> None:
     """Cast parameters in buckets, in the order of their use, those that are used last in full ones."""
     given = {value for value in record.given if value.leaf}
-    record.ops = [part for op in record.ops for part in _split(op, given)]
+    alone = _moved_alone(record.ops) if record.settings.exact else set()
+    record.ops = [part for op in record.ops for part in ([op] if id(op) in alone else _split(op, given))]
     casts = [
         _Cast(op, position, steps)
         for position, op in enumerate(record.ops)
@@ -160,12 +163,30 @@ def _bucket(record: _Record) -> None:
         if position not in gone:
             ops.append(op)
     record.ops = ops
-    messages = sum(1 if b.merged else len(b.plans) for b in made)
     waits = "waited for at the end" if door is not None else "waited for in turn"
     record.notes.append(
-        f"bucket: the gradients of {_count(len(casts), 'parameter')} go in {_count(len(made), 'bucket')}, "
-        f"{_count(messages, 'message')}, {waits}"
+        f"bucket: the gradients of {_count(len(casts), 'parameter')} go in {_count(len(made), 'bucket')}, {waits}"
     )
+
+
+def _moved_alone(ops: Sequence[Op]) -> set[int]:
+    """Return the ids of moves to leave as they are, as their gradients would be added in another order.
+
+    The dynamic path casts a parameter for its first use with the bucket, and moves it anew for each other use. With
+    more than two uses, gradients that came together from a bucket would meet in another order.
+    """
+    uses = Counter(v for op in ops if op.gradients for v in dict.fromkeys(values_of((op.args, op.kwargs))))
+    alone: set[int] = set()
+    seen: set[Any] = set()
+    for op in ops:
+        steps = op.plan
+        if steps is None or steps.kind != "general" or uses[op.args[0]] <= FREE:
+            continue
+        key = op.args[0], steps.target
+        if key in seen or not all(isinstance(s, KeepFirst) for s in steps.steps):
+            alone.add(id(op))
+        seen.add(key)
+    return alone
 
 
 def _split(op: Op, given: set[Value]) -> list[Op]:
@@ -198,7 +219,7 @@ def _bucket_of(members: Sequence[_Cast], settings: Settings, *, waits: bool) -> 
     casts = [(c.steps, c.op.args[0].given) for c in members]
     return Bucket(
         [c.steps for c in members],
-        merged=not settings.exact or keeps_bits(members[0].steps),
+        exact=settings.exact,
         waits=waits,
         pool=pool_for(settings.pool, casts) if "buffers" in settings.passes else None,
         shared=[c.then is None and c.op.result.has_graph for c in members],

@@ -186,7 +186,7 @@ def _start(original: Any, step: Any, local: Tensor) -> steps.Started:
     return None, lambda: made
 
 
-def _start_in_place(original: Any, step: Any, out: Tensor) -> None:
+def _start_in_place(original: Any, step: Any, out: Tensor, *_: Any) -> None:
     def run(tensors: list[Tensor]) -> list[Tensor]:
         summed = tensors[0].clone(memory_format=torch.contiguous_format)
         work = original(step, summed)
@@ -232,6 +232,7 @@ _INSIDE: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (move, "alias", lambda original, x: _alias(x)),
     (steps.AllReduce, "start", _start),
     (steps.AllReduce, "start_in_place", _start_in_place),
+    (steps.AllReduce, "start_ranked", _start_in_place),
     (steps.AllGather, "start", _start),
     (steps.Exchange, "start", _start),
     (steps.ReduceScatter, "start", _start),
