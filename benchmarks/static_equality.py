@@ -38,7 +38,7 @@ NANOGPT = "nanoGPT"
 WHOLE, LAYERS = "whole", "each layer"
 
 
-def inin_float64(module: nn.Module) -> nn.Module:
+def in_double_steps(module: nn.Module) -> nn.Module:
     """Make every step of a module one in float64, also where its text says float32; the mode is part of its forward."""
     forward = module.forward
 
@@ -90,7 +90,7 @@ def prepared(model: nn.Module, parts: str) -> list[nn.Module]:
     inside = {m for region in regions for m in region.modules()}
     around = {m for m in model.modules() if inside & set(m.modules())} - inside
     for module in [*regions, *(m for m in model.modules() if m not in inside | around)]:
-        inin_float64(module)
+        in_double_steps(module)
     return regions
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._hooks import plugin_fingerprint
+from ._tap import unrecorded
 
 if TYPE_CHECKING:
     from ._spec import Spec
@@ -50,7 +51,8 @@ class MeshInfo:
             )
         self.device_mesh = device_mesh
         self.device_type: str = device_mesh.device_type
-        self.sizes: tuple[int, ...] = tuple(device_mesh.mesh.shape)
+        with unrecorded():
+            self.sizes: tuple[int, ...] = tuple(device_mesh.mesh.shape)
         self.ndim = len(self.sizes)
         self.size = math.prod(self.sizes)
         self.coordinate: tuple[int, ...] = tuple(coordinate)
@@ -89,14 +91,17 @@ class MeshInfo:
     def ranks_over(self, axes: Axes) -> dict[int, tuple[int, ...]]:
         """Coordinates by rank; a mesh may list its ranks in any order, a group sorts them."""
         ranges = [range(self.sizes[a]) if a in axes else (self.coordinate[a],) for a in range(self.ndim)]
-        return {int(self.device_mesh.mesh[c]): c for c in itertools.product(*ranges)}
+        with unrecorded():  # a mesh is a tensor, but what is read of it is no part of a call
+            grid = self.device_mesh.mesh
+            return {int(grid[c]): c for c in itertools.product(*ranges)}
 
     def group(self, axes: Axes) -> dist.ProcessGroup:
         """Process group of `members(axes)`; rank i of the group is at the i-th coordinate."""
         found = self._groups.get(axes)
         if found is None:
-            found = self._groups[axes] = self._make_group(axes)
-            _compare_plugins(self, found, axes)
+            with unrecorded():
+                found = self._groups[axes] = self._make_group(axes)
+                _compare_plugins(self, found, axes)
         return found
 
     def _make_group(self, axes: Axes) -> dist.ProcessGroup:

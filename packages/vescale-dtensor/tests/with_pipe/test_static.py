@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from vescale_dtensor import static
+from vescale_dtensor.errors import StaticWarning
 
 pipe = pytest.importorskip("vescale_pipe")
 
@@ -64,3 +65,14 @@ def test_static_stages_train_as_others_do() -> None:
         two, programs = trained(schedule, num_stages, fixed=True, again=again)
         assert all(map(torch.equal, one, two)), schedule
         assert programs == num_stages // 2
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_stages_whose_backward_is_split_say_that_they_stay_dynamic() -> None:
+    """Schedules with a backward in two parts watch every function, which a program would pass by."""
+    for schedule, num_stages in (("zb_h1", 2), ("zb_v", 4)):
+        one, _ = trained(schedule, num_stages, fixed=False, again=False)
+        with pytest.warns(StaticWarning, match="Stage runs dynamically: it is called under the torch-function mode"):
+            two, programs = trained(schedule, num_stages, fixed=True, again=False)
+        assert all(map(torch.equal, one, two)), schedule
+        assert programs == 0

@@ -22,8 +22,6 @@ from torch.utils.weak import TensorWeakRef
 from .._tensor import DTensor
 from ..errors import UnsupportedOperationError
 
-_run = torch._C._disabled_torch_function_impl
-
 _copies: dict[int, tuple[StorageWeakRef, list[TensorWeakRef]]] = {}
 """By the address of a storage that was viewed: the copies that stand for views of it."""
 _made_by: dict[int, tuple[StorageWeakRef, str]] = {}
@@ -33,7 +31,8 @@ _limit = 256
 
 
 def _storage(x: Tensor) -> StorageWeakRef:
-    return StorageWeakRef(_run(Tensor.untyped_storage, (), (x,), {}))  # type: ignore[no-untyped-call]
+    with torch._C.DisableTorchFunction():  # a recorder must not see it
+        return StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def share_memory(x: Tensor, y: Tensor) -> bool:

@@ -25,7 +25,16 @@ from .passes import Settings
 from .program import Program, Unwritable, write
 from .recorder import Recorder
 from .results import Shape, Shapeless
-from .signature import Held, NoKey, arguments_key, foreign_global_hook, modes_key, python_generators, watched
+from .signature import (
+    Held,
+    NoKey,
+    arguments_key,
+    foreign_global_hook,
+    modes_key,
+    python_generators,
+    shared_tensors,
+    watched,
+)
 from .unchanged import Arguments
 
 __all__ = ["Region"]
@@ -97,8 +106,8 @@ class Region:
                     self._records.clear()
                     self._recent = None
                 held = self._held.tensors()
-                situation = self._held.state(held), modes_key()
-                key = (key, situation)
+                situation, shared = (self._held.state(held), modes_key()), shared_tensors(inputs, held)
+                key = (key, situation, shared)
             except NoKey as error:
                 self._say(f"it has {error}")
                 key = None
@@ -116,7 +125,7 @@ class Region:
             if modes:
                 for mode in _onlookers():
                     mode.program_runs(self.name, record.program.notes)
-            if record.arguments is None and Arguments.possible(args, kwargs):
+            if record.arguments is None and not shared and Arguments.possible(args, kwargs):
                 record.arguments, record.situation = Arguments(args, kwargs), situation
             self._recent = record
             with torch._C.DisableTorchFunctionSubclass():
@@ -130,7 +139,7 @@ class Region:
         if record.arguments is None:
             return None
         inputs = record.arguments.tensors_of(args, kwargs)
-        if inputs is None:
+        if inputs is None or not self._held.lacks(inputs):
             return None
         found = self._held.unchanged()
         if found is None or record.situation != (found[1], modes_key()):
@@ -161,6 +170,14 @@ class Region:
         try:
             if python_generators() != generators:
                 recorder.reason = recorder.reason or "it draws random numbers from Python or NumPy"
+            variable = self._held.captured(inputs)
+            if variable is not None:
+                recorder.reason = (
+                    recorder.reason
+                    or f"its argument is also the variable {variable}, which a record could not tell apart"
+                )
+            if not _same_arguments(key[0], args, kwargs, inputs):
+                recorder.reason = recorder.reason or "it changes a list or dict that it is given"
             self._finish(record, recorder, held, inputs, result)
         except (Unwritable, Shapeless) as error:
             record.reason = str(error)
@@ -218,7 +235,7 @@ class Region:
         modes = [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
         if any(isinstance(mode, Recorder) for mode in modes):
             return
-        strange = [type(mode) for mode in modes if not hasattr(mode, "program_runs")]
+        strange = [type(mode) for mode in modes if not type(mode).__module__.startswith("vescale_dtensor")]
         if strange:
             name = f"{strange[-1].__module__}.{strange[-1].__qualname__}"
             self._say(f"it is called under the torch-function mode {name}, which must see every function")
@@ -254,6 +271,19 @@ class Region:
 
     def __reduce__(self) -> Any:
         raise DTensorError(f"{self.name} is static, and its programs cannot be pickled; save its state_dict() instead.")
+
+
+def _same_arguments(key: Any, args: Any, kwargs: dict[str, Any], inputs: list[Tensor]) -> bool:
+    """Whether the containers among the arguments hold after a call what they held before."""
+    if not any(isinstance(value, list | tuple | dict) for value in (*args, *kwargs.values())):
+        return True  # tensors may be written to, which a program repeats
+    tensors: list[Tensor] = []
+    with torch._C.DisableTorchFunctionSubclass():
+        try:
+            same_kinds = arguments_key(args, kwargs, tensors) == key
+        except NoKey:
+            return False
+    return same_kinds and [*map(id, tensors)] == [*map(id, inputs)]
 
 
 def _run(record: _Record, given: list[Tensor]) -> Any:

@@ -9,6 +9,7 @@ import itertools
 import operator
 import random
 import sys
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -27,7 +28,16 @@ _requires_grad = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _dtype = Tensor.dtype.__get__  # type: ignore[attr-defined]
 _stride, _num_elements = Tensor.stride, Tensor.numel  # together they tell shapes apart, and are cheaper
 
-__all__ = ["Held", "NoKey", "arguments_key", "foreign_global_hook", "modes_key", "python_generators", "watched"]
+__all__ = [
+    "Held",
+    "NoKey",
+    "arguments_key",
+    "foreign_global_hook",
+    "modes_key",
+    "python_generators",
+    "shared_tensors",
+    "watched",
+]
 
 _TENSORS = (DTensor, Tensor, nn.Parameter)
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
@@ -75,6 +85,12 @@ def _key(value: Any, tensors: list[Tensor]) -> Any:
     if cls in _PLAIN:
         return value_key(value)
     raise NoKey(f"an argument of type {cls.__name__}")
+
+
+def shared_tensors(inputs: Sequence[Tensor], held: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
+    """Return which inputs are which of the tensors that modules hold."""
+    given = {id(tensor): number for number, tensor in enumerate(inputs)}
+    return tuple([(given[id(t)], number) for number, t in enumerate(held) if id(t) in given]) if given else ()
 
 
 def _has_own_operators(cls: type[Tensor]) -> bool:
@@ -155,6 +171,8 @@ class Held:
         self._last: tuple[Any, int] | None = None
         self._known: tuple[list[int], Metadata, int, tuple[int, int]] | None = None
         """Of the last call: which tensors there were, what they were, how many hooks modules had, and its state."""
+        self._addresses: frozenset[int] = frozenset()
+        """Of those tensors."""
         self._around = -1
         self.last_change: str | None = None
         """Name of what was another one in a call than in the one before."""
@@ -186,8 +204,11 @@ class Held:
         self._surroundings = Surroundings(self.modules, [self._function])
         self._values, self._sizes = self._surroundings.values(), self._surroundings.sizes()
         key = tuple(map(value_key, self._values))
+        if not all(map(_is_kept, self._objects.get(key, ()), self._values)):
+            del self._numbers[key]  # a tensor has the address of one that is gone
         self._around = self._number(key)
-        self._objects.setdefault(key, self._values)  # lest another object get the id of one that is gone
+        # Lest another object get the address of one that is gone. But tensors are large.
+        self._objects[key] = [weakref.ref(v) if isinstance(v, Tensor) else v for v in self._values]
 
     def _number(self, key: Any) -> int:
         if key not in self._numbers and len(self._numbers) >= _KEPT:
@@ -221,6 +242,15 @@ class Held:
         if sum(map(len, self._hooks)) != num_hooks or not self._surroundings.same(self._values, self._sizes):
             return None
         return tensors, numbers
+
+    def lacks(self, inputs: Sequence[Tensor]) -> bool:
+        """Whether none of some inputs is one of the tensors that `unchanged` returns."""
+        return self._addresses.isdisjoint(map(id, inputs))
+
+    def captured(self, inputs: Sequence[Tensor]) -> str | None:
+        """Name a variable that is one of the inputs: a record could not tell the two apart; None: there is none."""
+        given = set(map(id, inputs))
+        return self._surroundings.name_of(next((v for v in self._values if id(v) in given), None))
 
     def refresh(self) -> bool:
         """Look at the modules anew where something changed, and tell whether `tensors` returns others, or more."""
@@ -278,12 +308,17 @@ class Held:
         last = self._last
         if last is not None and now == last[0]:
             if self._known is None:
+                self._addresses = frozenset(now[0])
                 self._known = now[0], Metadata(tensors), now[5], (last[1], self._around)
             return last[1], self._around
         # Only tensors that were put in place of others need a closer look, for their layouts.
         number = self._number((tuple([tensor_key(t) for t in tensors]), now[5]))
         self._last, self._known = (now, number), None
         return number, self._around
+
+
+def _is_kept(kept: Any, value: Any) -> bool:
+    return kept() is value if isinstance(value, Tensor) else kept is value
 
 
 def _tables_of(module: nn.Module) -> tuple[dict[str, Any], ...]:

@@ -115,6 +115,16 @@ class Surroundings:
                     return source.name if source.keys is None else f"{source.name}.{source.keys[number]}"
         return None
 
+    def name_of(self, value: Any) -> str | None:
+        """Name what has a value; None: nothing has, or there is no value."""
+        if value is None:
+            return None
+        for source in self._sources:
+            for number, entry in enumerate(source.read()):
+                if entry is value:
+                    return source.name if source.keys is None else f"{source.name}.{source.keys[number]}"
+        return None
+
     # -- what there is to read
 
     def _add_table(self, table: dict[Any, Any], name: str, depth: int, keys: Iterable[str] | None = None) -> None:
@@ -122,7 +132,7 @@ class Surroundings:
         sized = table if keys is None else None
         if keys is None:
             keys = [k for k in table if k not in _INTERNAL] if len(table) <= MOST else []
-        chosen = tuple(k for k in keys if depth or not isinstance(table[k], Tensor))
+        chosen = tuple(k for k in keys if depth or sized is None or not isinstance(table[k], Tensor))
         if chosen or sized is not None:
             self._sources.append(_Source(sized, name, chosen, _reader(table, chosen), table))
         for key in chosen:
@@ -166,7 +176,7 @@ class Surroundings:
             if isinstance(value, types.FunctionType):
                 if value.__module__ == function.__module__ and depth < DEEPEST:
                     self._add_function(value, type(None), depth + 1)
-            elif name in table and (type(value) in _PLAIN or isinstance(value, list | tuple | dict | set)):
+            elif name in table and (type(value) in _PLAIN or isinstance(value, list | tuple | dict | set | Tensor)):
                 chosen.append(name)
         self._add_table(table, function.__name__, depth, chosen)
 
