@@ -37,6 +37,8 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     # Processes that share the tests must name them alike, also those whose names come from sets.
     "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),
+    # On some CPUs the bits of MKL's products depend on where their operands lie, unless it is told otherwise.
+    "MKL_CBWR": os.environ.get("MKL_CBWR", "AVX2,STRICT"),
 }
 
 
