@@ -19,14 +19,15 @@ import torch
 from torch import Tensor
 
 from .._spec import Spec
+from ..placements import I, R
 from .buffers import Pool, available
 from .move import dtensor_class, forget_casts_of, move_local, run_plan, watchers
 from .nodes import applied
-from .plan import Plan
+from .plan import Plan, plan
 from .record import begin, end
-from .steps import AllReduce, Waits
+from .steps import AllReduce, KeepFirst, Waits
 
-__all__ = ["Bucket", "Door", "divided", "pool_for"]
+__all__ = ["Bucket", "Door", "divided", "parts", "pool_for", "within_rank"]
 
 BUCKET_BYTES = 25 << 20
 """Bytes of gradients that travel together, about."""
@@ -72,7 +73,7 @@ class Bucket:
         self.running: list[Running] = []
         """What is under way, for the door."""
         self._owners: list[weakref.ref[Tensor]] = []
-        """The parameters of the last call, so that steps need not make references anew."""
+        """Parameters whose casts were kept in the last call, so that steps need not make references anew."""
 
     def __repr__(self) -> str:
         return f"<bucket of {len(self.plans)} gradients>"
@@ -84,9 +85,8 @@ class Bucket:
             parameters: what is cast.
             passed: the same after a `Door`; None: there is none.
         """
-        if watchers:
-            for watch in watchers:
-                watch()
+        for watch in watchers:
+            watch()
         sources = parameters if passed is None else passed
         holders = [p.__dict__ for p in parameters]
         if any(map(_has_casts, holders)):
@@ -114,7 +114,8 @@ class Bucket:
     ) -> Sequence[Tensor]:
         """Cast some of the parameters, None for all, and keep the casts with them."""
         specs = self.kept if members is None else [self.kept[i] for i in members]
-        casts: Sequence[Any] = _enter(self, members, self._references(parameters), *sources)
+        owners = [p for p, spec in zip(parameters, specs, strict=True) if spec is not None]
+        casts: Sequence[Any] = _enter(self, members, self._references(owners), *sources)
         cls = dtensor_class()
         for holder, spec, cast, version in zip(holders, specs, casts, map(_version, parameters), strict=True):
             if spec is None:
@@ -180,6 +181,19 @@ class Door:
         """Return the parameters, for buckets; their gradients are waited for on the way back."""
         passed: Sequence[Tensor] = _pass(self, *parameters)
         return passed
+
+
+def parts(steps: Plan) -> tuple[Plan, Plan] | None:
+    """Return the cast within a move, which sums gradients, and the rest of the move; None: it has no such cast."""
+    source, types = steps.source, steps.target.types
+    between = tuple(R if a == I and b == R else a for a, b in zip(source.types, types, strict=True))
+    cast = plan(source, between)
+    return (cast, plan(cast.target, types)) if cast.kind == "cast" else None
+
+
+def within_rank(steps: Plan) -> bool:
+    """Whether a bucket can make a move after its casts: nothing is sent, and gradients stay as they are."""
+    return all(isinstance(step, KeepFirst) for step in steps.steps)
 
 
 def gradient_bytes(steps: Plan, parameter: Tensor) -> int:

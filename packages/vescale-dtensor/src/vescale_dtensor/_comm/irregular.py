@@ -17,8 +17,9 @@ from torch import Tensor
 from .._mesh import Axes
 from .._pieces import Box, Holding, part_of, view_of
 from .._spec import Spec, contiguous_stride
+from .ranked import all_gather
 from .record import note
-from .steps import _ADDED_AS, _SENT_AS, Started, _added, _all_gather, _bytes, _carried, _flat, intersect
+from .steps import _ADDED_AS, _SENT_AS, Started, _added, _bytes, _carried, _flat, intersect
 
 Meeting = tuple[int, int, Box]
 """Piece of one holding, piece of another, and the box that they share."""
@@ -149,7 +150,7 @@ class PieceExchange:
             send = torch.cat([send, send.new_zeros(self.most - send.numel())])
         note("all_gather", _bytes(local), self.mesh, self.axes)
         received = send.new_empty(len(self.send) * self.most)
-        work = _all_gather(received, send, group=self.group, async_op=True)
+        work = all_gather(received, send, group=self.group, async_op=True)
         if self.in_a_row and self.most * len(self.send) == sum(self.receive_sizes):
             return work, lambda: received.view(self.shape)
         rows = received.view(len(self.send), self.most).unbind(0)

@@ -83,7 +83,7 @@ class _Move(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         source, target = ctx.specs
-        return gradient_moved(grad, target.dual, source.dual.types, ctx.leaf), None, None, None
+        return move_local(grad, target.dual, source.dual.types, ranked=ctx.leaf), None, None, None
 
 
 class _Attach(torch.autograd.Function):
@@ -100,33 +100,26 @@ class _Attach(torch.autograd.Function):
         return move_local(grad, target.dual, source.dual.types), None, None, None
 
 
-def move_local(local: Tensor, source: Spec, types: AxisTypes) -> Tensor:
-    """Move a plain local tensor from `source` to `types`; differentiable."""
+def move_local(local: Tensor, source: Spec, types: AxisTypes, *, ranked: bool = False) -> Tensor:
+    """Move a plain local tensor; differentiable.
+
+    Args:
+        local: the tensor.
+        source: where it is.
+        types: where to.
+        ranked: whether it is the gradient of a leaf, as of a parameter, whose sums have the same bits in every message.
+    """
     if isinstance(local, dtensor_class()):  # some backwards return a saved input as the gradient of an empty shard
         local = strip(local)
     if source.types == types:
         return local
     if slot.active and slot.recorder is not None:
-        moved: Tensor = slot.recorder.atomic(move_local, (local, source, types), {})
+        moved: Tensor = slot.recorder.atomic(move_local, (local, source, types), {"ranked": ranked})
         return moved
     steps = plan(source, types)
     if torch.is_grad_enabled() and local.requires_grad:
         return _Move.apply(local, source, steps.target, False)  # type: ignore[no-any-return, no-untyped-call]
-    return run_plan(local, steps)
-
-
-def gradient_moved(grad: Tensor, source: Spec, types: AxisTypes, leaf: bool) -> Tensor:
-    """Move a gradient back.
-
-    Args:
-        grad: the local gradient.
-        source: where it is.
-        types: where to.
-        leaf: whether it is that of a leaf, as of a parameter, whose sums have the same bits in every message.
-    """
-    if not leaf or (torch.is_grad_enabled() and grad.requires_grad):
-        return move_local(grad, source, types)
-    return run_plan(grad, plan(source, types), ranked=True)
+    return run_plan(local, steps, ranked=ranked)
 
 
 def move(x: DTensor, types: AxisTypes) -> DTensor:

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from .buffers import Pool
 
-__all__ = ["RankedSum"]
+__all__ = ["RankedSum", "all_gather"]
 
 WHOLE_BYTES = 1 << 18
 """Bytes that all ranks may send to one together, for a message to go whole to everybody."""
 
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 
 
 class RankedSum:
@@ -42,7 +42,7 @@ class RankedSum:
         size = length * num_ranks
         self._parts = out.new_empty(size) if pool is None else pool.take(out, size)
         if self._whole:
-            self._work = _all_gather(_bits(self._parts), _bits(self._out), group=group, async_op=True)
+            self._work = all_gather(_bits(self._parts), _bits(self._out), group=group, async_op=True)
         else:
             self._work = dist.all_to_all_single(
                 _bits(self._parts), _bits(self._padded(size)), group=group, async_op=True
@@ -64,7 +64,7 @@ class RankedSum:
             return
         even = self._parts.numel() == self._out.numel()
         whole = self._out if even else self._out.new_empty(self._parts.numel())
-        _all_gather(_bits(whole), _bits(total), group=self._group, async_op=True).wait()
+        all_gather(_bits(whole), _bits(total), group=self._group, async_op=True).wait()
         if not even:
             self._out.copy_(whole[: self._out.numel()])
 

@@ -20,11 +20,10 @@ from .._mesh import Axes, MeshInfo
 from .._spec import Box, Spec
 from .._tap import slot
 from .buffers import Pool
-from .ranked import RankedSum
+from .ranked import RankedSum, all_gather
 from .record import begin, end, note
 
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
 
 
 class Waits(Protocol):
@@ -228,10 +227,10 @@ class AllGather:
         note("all_gather", _bytes(local), self.mesh, self.axes)
         if self.concat_dim == 0:
             out = send.new_empty(self.shape)
-            work = _all_gather(out, send, group=self.group, async_op=True)
+            work = all_gather(out, send, group=self.group, async_op=True)
             return work, lambda: out
         received = send.new_empty((self.num * send.shape[0], *send.shape[1:]) if send.ndim else (self.num,))
-        work = _all_gather(received, send, group=self.group, async_op=True)
+        work = all_gather(received, send, group=self.group, async_op=True)
         parts = received.view(self.num, *send.shape)
         return work, lambda: self._concat(parts) if self.concat_dim is not None else self._assemble(parts)
 

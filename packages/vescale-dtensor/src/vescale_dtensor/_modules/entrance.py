@@ -16,12 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from .._comm.buffers import Pool
-from .._comm.gradients import Bucket, Door, divided, pool_for
+from .._comm.gradients import Bucket, Door, divided, parts, pool_for, within_rank
 from .._comm.move import bucketing, dtensor_class
-from .._comm.plan import Plan, plan
-from .._comm.steps import KeepFirst
+from .._comm.plan import Plan
 from .._tap import slot
-from ..placements import AxisTypes, I, R
+from ..placements import AxisTypes
 
 if TYPE_CHECKING:
     from .._tensor import DTensor
@@ -192,10 +191,5 @@ def _parts(steps: Plan) -> tuple[Plan | None, Plan | None]:
     """The cast within a move, and what remains to be done within the rank; no cast: a bucket cannot do this move."""
     if steps.kind == "cast":
         return steps, None
-    source, types = steps.source, steps.target.types
-    between = tuple(R if a == I and b == R else a for a, b in zip(source.types, types, strict=True))
-    cast = plan(source, between)
-    if cast.kind != "cast":
-        return None, None
-    rest = plan(cast.target, types)
-    return (cast, rest) if all(isinstance(step, KeepFirst) for step in rest.steps) else (None, None)
+    found = parts(steps)
+    return found if found is not None and within_rank(found[1]) else (None, None)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._comm.move import _cast, gradient_moved, move_local, needs_grad, run_plan, strip, watchers
+from .._comm.move import _cast, move_local, needs_grad, run_plan, strip, watchers
 from .._comm.nodes import applied
 from .._comm.plan import Plan
 from .._comm.steps import AllReduce
@@ -33,9 +33,8 @@ def shift(local: Tensor, steps: Plan) -> Tensor:
         local: of the shape that the source of the plan has here.
         steps: the plan.
     """
-    if watchers:
-        for watch in watchers:
-            watch()
+    for watch in watchers:
+        watch()
     kind = steps.kind
     if needs_grad(local) and kind != "alias":
         node = _NODES.get(kind)
@@ -108,7 +107,7 @@ class _General(torch.autograd.Function):
         steps: Plan = ctx.steps
         if grad is None:
             return None, None, None
-        return gradient_moved(grad, steps.target.dual, steps.source.dual.types, ctx.leaf), None, None
+        return move_local(grad, steps.target.dual, steps.source.dual.types, ranked=ctx.leaf), None, None
 
 
 _general = applied(_General)

@@ -54,9 +54,8 @@ def begin(x: Tensor, steps: Plan) -> Running:
         x: of the shape that the source of the plan has here.
         steps: the plan.
     """
-    if watchers:
-        for watch in watchers:
-            watch()
+    for watch in watchers:
+        watch()
     running = Running(steps)
     if needs_grad(x):
         running.local = _start(for_node(x), running)

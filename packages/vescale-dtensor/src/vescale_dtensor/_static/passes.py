@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .._comm.buffers import Pool
-from .._comm.gradients import Bucket, Door, divided, pool_for
+from .._comm.gradients import Bucket, Door, divided, parts, pool_for, within_rank
 from .._comm.move import move
 from .._comm.plan import Plan, plan
-from .._comm.steps import AllReduce, Exchange, KeepFirst, ReduceScatter
-from ..placements import I, R
+from .._comm.steps import AllReduce, Exchange, ReduceScatter
 from .aliases import FREE
 from .overlap import overlap
 from .recorder import Op
@@ -183,7 +182,7 @@ def _moved_alone(ops: Sequence[Op]) -> set[int]:
         if steps is None or steps.kind != "general" or uses[op.args[0]] <= FREE:
             continue
         key = op.args[0], steps.target
-        if key in seen or not all(isinstance(s, KeepFirst) for s in steps.steps):
+        if key in seen or not within_rank(steps):
             alone.add(id(op))
         seen.add(key)
     return alone
@@ -194,18 +193,15 @@ def _split(op: Op, given: set[Value]) -> list[Op]:
     steps = op.plan
     if steps is None or steps.kind != "general" or not op.gradients or op.args[0] not in given:
         return [op]
-    source, types = steps.source, steps.target.types
-    if not op.result.requires_grad:
+    found = parts(steps) if op.result.requires_grad else None
+    if found is None:
         return [op]
-    between = tuple(R if s == I and t == R else s for s, t in zip(source.types, types, strict=True))
-    cast = plan(source, between)
-    if cast.kind != "cast":
-        return [op]
-    back = plan(steps.target.dual, source.dual.types)
+    cast, rest = found
+    between, types = cast.target.types, steps.target.types
+    back = plan(steps.target.dual, steps.source.dual.types)
     if any(isinstance(s, Exchange | ReduceScatter) for s in back.steps):  # one message would become two
         return [op]
-    rest = plan(cast.target, types)
-    if all(isinstance(s, KeepFirst) for s in rest.steps):  # the bucket can do that, too
+    if within_rank(rest):  # the bucket can do that, too
         return [Op(move, (op.args[0], between), {**op.kwargs, "then": rest}, op.result, True, op.keeps)]
     token = Value()
     token.requires_grad = True  # and a leaf, unlike a cast of the dynamic path
