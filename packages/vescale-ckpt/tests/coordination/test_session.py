@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -69,6 +70,32 @@ def run(members: list[StoreMembers], body: Body, kind: str = "save") -> list[Out
         thread.join(60)
     assert not any(thread.is_alive() for thread in threads)
     return outcomes
+
+
+class Clock:
+    """Time that passes only when somebody sleeps, and only once all that come have gone to sleep.
+
+    So no test depends on how soon the threads of its members start: when time begins to pass, each has said all
+    that it has to say.
+    """
+
+    def __init__(self, come: int = 1) -> None:
+        self.now = 1000.0
+        self._come = come
+        self._sleepers: set[int] = set()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def may_pass(self) -> bool:
+        return len(self._sleepers) >= self._come
+
+    def sleep(self, seconds: float) -> None:
+        self._sleepers.add(threading.get_ident())
+        if self.may_pass():
+            self.now += seconds
+        else:
+            time.sleep(0.001)
 
 
 def talk_about_all(talk: Coordinator) -> list[Any]:
@@ -275,9 +302,11 @@ def test_a_long_error_is_cut() -> None:
     assert len(str(run(members_of(tcp_store(), 2), body)[0])) < 5000
 
 
-@pytest.mark.parametrize("missing", [0, 1, 2])
-@pytest.mark.parametrize("verb", ["gather", "agree", "broadcast"])
-def test_a_member_that_never_comes_is_named(verb: str, missing: int) -> None:
+@pytest.mark.parametrize(
+    ("verb", "missing"), [("broadcast", 0), *((verb, rank) for verb in ("gather", "agree") for rank in range(3))]
+)
+def test_a_member_that_never_comes_is_named(verb: str, missing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "time", Clock(come=2))
     store = hash_store()
     members = members_of(store, 3, timeout=0.1, first=5)
 
@@ -289,11 +318,7 @@ def test_a_member_that_never_comes_is_named(verb: str, missing: int) -> None:
         return talk.broadcast("sizes", b"" if talk.rank == 0 else None)
 
     come = [each for each in members if each.rank != missing]
-    outcomes = run(come, body, "save of step 7")
-    if verb == "broadcast" and missing:
-        assert outcomes == [b"", b""]  # member 0 need not wait, and the others miss nobody else
-        return
-    for outcome in outcomes:
+    for outcome in run(come, body, "save of step 7"):
         assert type(outcome) is RanksError
         assert f"waits at {verb}('sizes') of 'save of step 7' (number 1) for rank {5 + missing} to come" in str(outcome)
         assert "after 0.1 s" in str(outcome)
@@ -303,10 +328,21 @@ def test_a_member_that_never_comes_is_named(verb: str, missing: int) -> None:
     assert store.num_keys() == 0
 
 
-def test_member_0_that_gathered_but_does_not_answer_is_named() -> None:
-    done = threading.Event()
+@pytest.mark.parametrize("missing", [1, 2])
+def test_a_broadcast_misses_only_member_0(missing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "time", Clock())
+    members = members_of(hash_store(), 3, timeout=0.1)
+    assert run(members[:1], lambda talk: talk.broadcast("sizes", b"12")) == [b"12"]  # it need not wait
+    assert run([members[3 - missing]], lambda talk: talk.broadcast("sizes", None)) == [b"12"]
+
+
+def test_member_0_that_gathered_but_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, deciding, done = Clock(), threading.Event(), threading.Event()
+    clock.may_pass = deciding.is_set  # type: ignore[method-assign]
+    monkeypatch.setattr(session, "time", clock)
 
     def decide(answers: list[bytes]) -> bytes:
+        deciding.set()
         done.wait(30)
         return b""
 
@@ -319,19 +355,6 @@ def test_member_0_that_gathered_but_does_not_answer_is_named() -> None:
     outcomes = run(members_of(hash_store(), 2, timeout=0.1), body)
     assert "for rank 0, to which all ranks came, to answer" in str(outcomes[1])
     assert outcomes[0] is None  # nobody can stop it; its next call would raise
-
-
-class Clock:
-    """Time that passes only when somebody sleeps."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
 
 @pytest.mark.parametrize("world", [2, 16, 1024, 10_000])
@@ -347,7 +370,8 @@ def test_a_wait_ends_in_time_and_leaves_the_store_to_others(world: int, monkeypa
     assert sum(counts.values()) * world / timeout < 25_000
 
 
-def test_members_that_are_sessions_apart_are_told_of_the_order() -> None:
+def test_members_that_are_sessions_apart_are_told_of_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "time", Clock(come=2))
     members = members_of(hash_store(), 2, timeout=0.1)
     members[1].session("save of step 1")  # rank 0 does not save this one
     for outcome, rank in zip(run(members, talk_about_all, "save of step 2"), (0, 1), strict=True):
@@ -356,7 +380,8 @@ def test_members_that_are_sessions_apart_are_told_of_the_order() -> None:
         assert "all ranks have to save and load in the same order" in str(outcome)
 
 
-def test_many_missing_members_are_counted() -> None:
+def test_many_missing_members_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "time", Clock(come=3))
     store = hash_store()
     outcomes = run(members_of(store, 600, timeout=0.05)[:3], lambda talk: talk.gather("x", b""))
     for outcome in outcomes:
@@ -404,7 +429,9 @@ def test_members_at_different_kinds_are_told_apart_at_once() -> None:
 def test_a_member_that_missed_a_failed_session_finds_the_next() -> None:
     store = hash_store()
     members = members_of(store, 3, timeout=0.1)
-    outcomes = run(members[:2], talk_about_all, "save of step 1")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "time", Clock(come=2))
+        outcomes = run(members[:2], talk_about_all, "save of step 1")
     assert all("for rank 2 to come" in str(outcome) for outcome in outcomes)
     members = members_of(store, 3)
     check_all(run(members, talk_about_all, "save of step 2"), 3)
