@@ -15,6 +15,8 @@ from vescale_dtensor._comm import ranked
 from vescale_dtensor._comm.buffers import Pool
 from vescale_dtensor._comm.ranked import RankedSum
 from vescale_dtensor._comm.record import listeners
+from vescale_dtensor._comm.steps import AllReduce
+from vescale_dtensor._mesh import mesh_info
 from vescale_testing import cached_mesh
 
 RANKS = pytest.mark.ranks(4, pool=True)
@@ -75,3 +77,34 @@ def test_leaves_that_are_no_parameters_too() -> None:
     rows = x.full_tensor()
     wanted = functools.reduce(operator.add, [rows[2 * r] + rows[2 * r + 1] for r in range(4)])
     assert torch.equal(w.grad.full_tensor(), wanted)
+
+
+@pytest.mark.ranks(4, pool=True)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.int64, torch.int16], ids=str)
+@pytest.mark.parametrize("axes", [(0,), (1,), (0, 1)], ids=str)
+def test_small_sums_on_gloo_are_such_sums(dtype: torch.dtype, axes: tuple[int, ...]) -> None:
+    mesh = cached_mesh(2, 2, names=("dp", "tp"))
+    info = mesh_info(mesh)
+    reducer = AllReduce(info, axes)
+    parts = [part(info.device_mesh.mesh[c].item(), 33, dtype) for c in info.members(axes)]
+    wanted = functools.reduce(operator.add, parts)
+    assert reducer.is_ranked(100, torch.device("cpu"))
+    work, finish = reducer.start(part(dist.get_rank(), 33, dtype))
+    if work is not None:
+        work.wait()
+        assert work.is_completed()
+    assert torch.equal(finish(), wanted)
+
+
+@RANKS
+def test_large_sums_and_those_of_other_backends_are_all_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
+    reducer = AllReduce(mesh_info(cached_mesh(4, names=("dp",))), (0,))
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert reducer.is_ranked(ranked.WHOLE_BYTES // 4, cpu)
+    assert not reducer.is_ranked(ranked.WHOLE_BYTES // 4 + 1, cpu)
+    assert not reducer.is_ranked(4, gpu)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:mpi,cuda:nccl")
+    assert not AllReduce(reducer.mesh, (0,)).is_ranked(4, cpu)
+    ones = torch.ones(3 + ranked.WHOLE_BYTES // 16)
+    reducer.run_in_place(ones)
+    assert ones.eq(4).all()

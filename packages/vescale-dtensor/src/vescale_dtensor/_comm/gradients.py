@@ -151,7 +151,8 @@ class Bucket:
         return works, [None if g is None else next(rest) for g in gradients], token
 
     def _sum(self, out: Tensor) -> Waits | None:
-        return self.reducer.start_ranked(out, self.pool) if self.exact else self.reducer.start_in_place(out)
+        start = self.reducer.start_ranked if self.exact else self.reducer.start_in_place
+        return start(out, self.pool)
 
     def _start_merged(self, gradients: list[Tensor]) -> tuple[list[Waits | None], list[Tensor]]:
         one, count = gradients[0], sum([g.numel() for g in gradients])

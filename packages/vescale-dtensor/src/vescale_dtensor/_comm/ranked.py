@@ -3,7 +3,8 @@
 An all-reduce adds the parts of a message in an order that depends on where in the message they are, and how large it
 is: with more than two ranks, gradients that share a message would have other bits than those that travel alone. Here
 ranks exchange parts, and add what they got one rank after the other. What is sent is what an all-reduce sends; small
-messages go whole to everybody, which takes one exchange in place of two.
+messages go whole to everybody, which takes one exchange in place of two. On gloo that takes less time than its
+all-reduce, so there all small sums are made so.
 """
 
 from __future__ import annotations
@@ -14,12 +15,17 @@ from torch import Tensor
 
 from .buffers import Pool
 
-__all__ = ["RankedSum", "all_gather"]
+__all__ = ["RankedSum", "all_gather", "goes_whole"]
 
-WHOLE_BYTES = 1 << 18
-"""Bytes that all ranks may send to one together, for a message to go whole to everybody."""
+WHOLE_BYTES = 1 << 20
+"""Bytes of a message times ranks, for it to go whole to everybody."""
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+
+
+def goes_whole(num_bytes: int, num_ranks: int) -> bool:
+    """Whether a message of so many bytes goes whole to everybody."""
+    return num_bytes * num_ranks <= WHOLE_BYTES
 
 
 class RankedSum:
@@ -37,7 +43,7 @@ class RankedSum:
     def __init__(self, out: Tensor, group: dist.ProcessGroup, num_ranks: int, pool: Pool | None) -> None:
         out = torch.view_as_real(out) if out.is_complex() else out
         self._out, self._group, self._num = out.view(-1), group, num_ranks
-        self._whole = out.numel() * out.element_size() * num_ranks <= WHOLE_BYTES
+        self._whole = goes_whole(out.numel() * out.element_size(), num_ranks)
         length = out.numel() if self._whole else -(-out.numel() // num_ranks)
         size = length * num_ranks
         self._parts = out.new_empty(size) if pool is None else pool.take(out, size)
@@ -53,14 +59,18 @@ class RankedSum:
         rest = size - self._out.numel()
         return torch.cat([self._out, self._out.new_zeros(rest)]) if rest else self._out
 
+    def is_completed(self) -> bool:
+        """Whether all that others send to this rank is there."""
+        return bool(self._work.is_completed())
+
     def wait(self) -> None:
         """Let the sum be there."""
         self._work.wait()
-        total, *others = self._parts.view(self._num, -1).unbind()
+        first, second, *others = self._parts.view(self._num, -1).unbind()
+        total = torch.add(first, second, out=self._out if self._whole else first)
         for other in others:
             total += other
         if self._whole:
-            self._out.copy_(total)
             return
         even = self._parts.numel() == self._out.numel()
         whole = self._out if even else self._out.new_empty(self._parts.numel())

@@ -20,7 +20,7 @@ from .._mesh import Axes, MeshInfo
 from .._spec import Box, Spec
 from .._tap import slot
 from .buffers import Pool
-from .ranked import RankedSum, all_gather
+from .ranked import RankedSum, all_gather, goes_whole
 from .record import begin, end, note
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
@@ -29,10 +29,12 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 class Waits(Protocol):
     """Something under way."""
 
+    def is_completed(self) -> bool: ...
+
     def wait(self) -> object: ...
 
 
-Started = tuple[dist.Work | None, Callable[[], Tensor]]
+Started = tuple[Waits | None, Callable[[], Tensor]]
 """A running collective (None: nothing to wait for) and what to call once it is done."""
 
 
@@ -157,6 +159,7 @@ class AllReduce:
     def __init__(self, mesh: MeshInfo, axes: Axes) -> None:
         self.mesh, self.axes = mesh, axes
         self.group, self.num = mesh.group(axes), mesh.size_of(axes)
+        self._on_gloo: bool | None = None
 
     def start(self, local: Tensor) -> Started:
         if local.dtype in _ADDED_AS:
@@ -164,9 +167,16 @@ class AllReduce:
         out = local.clone(memory_format=torch.contiguous_format)
         return self.start_in_place(out), lambda: out
 
-    def start_in_place(self, out: Tensor) -> dist.Work | None:
-        """Start reducing a contiguous tensor where it lies."""
+    def start_in_place(self, out: Tensor, pool: Pool | None = None) -> Waits | None:
+        """Start reducing a contiguous tensor where it lies.
+
+        Args:
+            out: the tensor.
+            pool: where further memory comes from; None: anew.
+        """
         note("all_reduce", _bytes(out), self.mesh, self.axes)
+        if self._gathers(_bytes(out), out.device):
+            return RankedSum(out, self.group, self.num, pool)
         # The group's own method: the wrappers of torch.distributed.all_reduce cost more than the rest of a small cast.
         work: dist.Work | None = self.group.allreduce([torch.view_as_real(out) if out.is_complex() else out], _SUM)
         return work
@@ -178,10 +188,24 @@ class AllReduce:
             out: the tensor.
             pool: where further memory comes from; None: anew.
         """
-        if self.num <= 2 or not out.numel() or not (out.is_floating_point() or out.is_complex()):
-            return self.start_in_place(out)  # the order of two addends, and of whole numbers, leaves no trace
+        if not out.numel() or not (out.is_floating_point() or out.is_complex()):
+            return self.start_in_place(out, pool)  # the order of whole numbers leaves no trace
+        if self.is_ranked(_bytes(out), out.device):
+            return self.start_in_place(out, pool)
         note("all_reduce", _bytes(out), self.mesh, self.axes)
         return RankedSum(out, self.group, self.num, pool)
+
+    def is_ranked(self, num_bytes: int, device: torch.device) -> bool:
+        """Whether every sum of so many bytes is one in the order of ranks; the order of two addends leaves no trace."""
+        return self.num <= 2 or self._gathers(num_bytes, device)
+
+    def _gathers(self, num_bytes: int, device: torch.device) -> bool:
+        """Whether everybody sends a small message to all and adds by itself: half the rounds of gloo's all-reduce."""
+        if device.type != "cpu" or not num_bytes or not goes_whole(num_bytes, self.num):
+            return False
+        if self._on_gloo is None:
+            self._on_gloo = "cpu:gloo" in dist.get_backend_config(self.group)
+        return self._on_gloo
 
     def run_in_place(self, out: Tensor, *, ranked: bool = False) -> None:
         """Reduce a contiguous tensor where it lies.
