@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from vescale_dtensor import static
+from vescale_dtensor._static.watch import Watch
 from vescale_dtensor.errors import StaticWarning
 
 X = torch.arange(6.0).view(2, 3)
@@ -200,3 +201,13 @@ def test_a_hook_that_is_made_anew_in_every_call_is_not_repeated() -> None:
             fixed(x, torch.tensor(float(k))).backward()
             assert torch.equal(x.grad, torch.full((2, 3), 3.0 * k))
     assert [str(w.message) for w in caught if "was another object" in str(w.message)]
+
+
+def test_attention_draws_only_where_it_drops() -> None:
+    x = torch.randn(1, 2, 3, 4)
+    for asked, draws in ({}, False), ({"dropout_p": 0.0}, False), ({"dropout_p": 0.5}, True):
+        watch = Watch(lambda *_: None)
+        with watch:
+            watch.begin()
+            F.scaled_dot_product_attention(x, x, x, **asked)
+            assert watch.end().draws == draws

@@ -17,7 +17,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._comm.steps import AllReduce, ReduceExtremum
+from .._comm.steps import ReduceExtremum
+from .._comm.totals import Total, reducer_over, sum_over
 from .._dispatch.call import Call, LocalFunction, Rule, Shape, Strategy
 from .._dispatch.engine import Cache, Handler, execute, keyed_handler, remember
 from .._dispatch.entry import Entry, NoRule, miss
@@ -25,7 +26,7 @@ from .._dispatch.fallback import gather_fallback
 from .._irregular import is_cut
 from .._mesh import Axes, MeshInfo
 from .._spec import Spec
-from .._tap import alias, slot
+from .._tap import alias
 from .._tensor import TABLE
 from ..errors import UnsupportedOperationError
 from ..placements import I, P, R
@@ -59,18 +60,6 @@ class _Task:
     smoothing: float
 
 
-def _sum_over(x: Tensor, mesh: MeshInfo, axes: Axes) -> Tensor:
-    """Sum of a tensor that needs no gradient over the ranks of `axes`."""
-    if not axes or mesh.size_of(axes) == 1:
-        return x
-    if slot.active and slot.recorder is not None:
-        return slot.recorder.atomic(_sum_over, (x, mesh, axes), {})  # type: ignore[no-any-return]
-    work, finish = AllReduce(mesh, axes).start(x)
-    if work is not None:
-        work.wait()
-    return finish()
-
-
 def _maximum_over(x: Tensor, mesh: MeshInfo, axes: Axes) -> Tensor:
     if mesh.size_of(axes) == 1:
         return x
@@ -98,10 +87,10 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         if task.kind == "probabilities":
             q = _probability_weights(target, weight, task)
             sums = torch.stack([exponentials, (q * x).sum(dim), q.sum(dim).to(x.dtype)])
-            exponentials, chosen, total = _sum_over(sums, task.mesh, task.class_axes).unbind(0)
+            exponentials, chosen, total = sum_over(sums, reducer_over(task.mesh, task.class_axes)).unbind(0)
         else:
             sums = torch.stack([exponentials, _chosen_logit(x, target, weight, task)])
-            exponentials, chosen = _sum_over(sums, task.mesh, task.class_axes).unbind(0)
+            exponentials, chosen = sum_over(sums, reducer_over(task.mesh, task.class_axes)).unbind(0)
             total = _total_weight(target, weight, task, x)
         normalizer = top + exponentials.log()
         ctx.task, ctx.weight = task, weight
@@ -249,15 +238,18 @@ def _losses(logits: Tensor, target: Tensor, weight: Tensor | None, task: _Task) 
     )
 
 
+def _counted(target: Tensor, task: _Task) -> Total:
+    """Begin to count the valid tokens of all ranks, which nobody needs before the losses are there."""
+    return Total((target != task.ignore_index).sum(), reducer_over(task.mesh, task.batch_axes))
+
+
 def _denominator(target: Tensor, weight: Tensor | None, task: _Task, dtype: torch.dtype) -> Any:
-    """What the mean divides by: tokens, or the weights of the valid ones, over all ranks."""
+    """What the mean divides by where that is no count: all probabilities, or the weights of the valid tokens."""
     if task.kind == "probabilities":
         return task.tokens if task.tokens else float("nan")
-    if weight is None:
-        total = (target != task.ignore_index).sum()
-    else:
-        total = _token_weight(target, weight.detach(), task).sum(dtype=dtype)
-    return _sum_over(total, task.mesh, task.batch_axes)
+    assert weight is not None
+    total = _token_weight(target, weight.detach(), task).sum(dtype=dtype)
+    return sum_over(total, reducer_over(task.mesh, task.batch_axes))
 
 
 def _total(logits: Tensor, target: Tensor, weight: Tensor | None, task: _Task) -> Tensor:
@@ -303,10 +295,11 @@ def _local_loss(task: _Task, names: str) -> LocalFunction:
             weight = _constant(weight, task)
         if task.reduction == "none":
             return _losses(logits, target, weight, task)
-        total = _total(logits, target, weight, task)
         if task.reduction == "sum":
-            return total.to(logits.dtype)
-        mean = total / _denominator(target, weight, task, total.dtype)
+            return _total(logits, target, weight, task).to(logits.dtype)
+        tokens = _counted(target, task) if weight is None and task.kind != "probabilities" else None
+        total = _total(logits, target, weight, task)
+        mean = total / (tokens.wait() if tokens is not None else _denominator(target, weight, task, total.dtype))
         return mean.to(logits.dtype)
 
     return local
@@ -315,25 +308,21 @@ def _local_loss(task: _Task, names: str) -> LocalFunction:
 def _usual_loss(task: _Task) -> Callable[[Tensor, Tensor], Tensor | None] | None:
     """The mean cross entropy of a batch-sharded language model, without the generality of the rest.
 
-    torch's kernel counts the valid tokens while it sums their losses, so nothing is counted again.
+    torch's kernel counts the valid tokens while it sums their losses. Where other ranks have more of them, that would
+    be too late: then they are counted first, so that their sum is under way meanwhile.
     """
     if task.kind != "cross_entropy" or task.class_axes or task.reduction != "mean" or task.smoothing:
         return None
-    axes = tuple(a for a in task.batch_axes if task.mesh.sizes[a] > 1)
-    reducer = AllReduce(task.mesh, axes) if axes else None
+    reducer = reducer_over(task.mesh, tuple(a for a in task.batch_axes if task.mesh.sizes[a] > 1))
     ignore = task.ignore_index
 
     def usual(logits: Tensor, target: Tensor) -> Tensor | None:
-        if target.ndim != 1:
+        if target.ndim != 1 or (logits.dtype in _NARROW and not torch.is_autocast_enabled(logits.device.type)):
             return None
+        tokens = None if reducer is None else Total(torch.ne(target, ignore).sum(), reducer)
         logarithms = torch.log_softmax(logits, 1)
-        if logarithms.dtype in _NARROW:
-            return None
         total, count = _nll_loss_forward(logarithms, target, None, 2, ignore)  # 2: the sum
-        if reducer is not None:
-            count = count.clone()  # autograd has saved the count itself
-            reducer.run_in_place(count)
-        return torch.div(total, count)
+        return torch.div(total, count if tokens is None else tokens.wait())
 
     return usual
 

@@ -2,20 +2,23 @@
 
 Autograd runs the nodes that were made last first. The backward of the second half begins the move back, that of the
 first half waits for it, and what was made between the two runs between the two: the way back overlaps as the way there.
+What has no gradient, as the number of tokens of a batch, is made earlier than the call did, if that lets a move begin.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._comm.move import Transfer, move, move_local, needs_grad, strip, watchers
+from .._comm.move import Transfer, move_local, needs_grad, strip, watchers
 from .._comm.nodes import applied
 from .._comm.plan import Plan, plan
 from .._comm.steps import AllReduce
+from .._comm.totals import begin_sum, end_sum, sum_over
 from .._dispatch.call import function_name
 from .moves import for_node
 from .recorder import Op
@@ -128,19 +131,31 @@ def overlap(ops: Sequence[Op], *, exact: bool) -> tuple[list[Op], int]:
     out = list(ops)
     split = 0
     for op in ops:
-        steps = _asynchronous(op)
-        if steps is None:
+        halves = _halves(op)
+        if halves is None:
             continue
         at = next(i for i, o in enumerate(out) if o is op)
-        early, late = _earliest(out, at, exact=exact), _latest(out, at)
-        if not any(_takes_time(o) for o in (*out[early:at], *out[at + 1 : late])):
+        before, late = _earliest(out, at, exact=exact), _latest(out, at)
+        if not any(_takes_time(o) for o in (*before.passed, *out[at + 1 : late])):
             continue
-        token = Value()
-        first = Op(begin, (op.args[0], steps), {}, token, op.gradients, True)
-        last = Op(end, (token,), {}, op.result, op.gradients, True)
-        out[early:late] = [first, *out[early:at], *out[at + 1 : late], last]
+        first, last = halves
+        out[before.start : late] = [*before.pulled, first, *before.passed, *out[at + 1 : late], last]
         split += 1
     return out, split
+
+
+def _halves(op: Op) -> tuple[Op, Op] | None:
+    """Return the two halves of a step that sends something; None: it is none that can be taken apart."""
+    start: Callable[..., Any] = begin_sum
+    finish: Callable[..., Any] = end_sum
+    args = op.args
+    if op.function is not sum_over:
+        steps = _asynchronous(op)
+        if steps is None:
+            return None
+        start, finish, args = begin, end, (op.args[0], steps)
+    token = Value()
+    return Op(start, args, {}, token, op.gradients, True), Op(finish, (token,), {}, op.result, op.gradients, True)
 
 
 def _asynchronous(op: Op) -> Plan | None:
@@ -150,7 +165,7 @@ def _asynchronous(op: Op) -> Plan | None:
         return None
     if _is_summed(op.args[0], steps):
         return None
-    return steps if any(hasattr(s, "group") for s in steps.steps) else None
+    return steps if _sends(steps) else None
 
 
 def _is_summed(source: Value, steps: Plan) -> bool:
@@ -161,28 +176,51 @@ def _is_summed(source: Value, steps: Plan) -> bool:
     return any(isinstance(step, AllReduce) and step.num > 2 for step in back.steps)
 
 
-def _earliest(ops: Sequence[Op], at: int, *, exact: bool) -> int:
-    """The first position where the move at a position could begin."""
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """The steps between where a move could begin and where it is."""
+
+    start: int
+    """The first position that changes."""
+    pulled: list[Op]
+    """Those that make what is moved, and have no gradients: they come first."""
+    passed: list[Op]
+    """All others."""
+
+
+def _earliest(ops: Sequence[Op], at: int, *, exact: bool) -> _Before:
+    """How early the move at a position could begin."""
     source, gradients = ops[at].args[0], ops[at].gradients
-    name = source.first
-    uses = sum(_has(name, (o.args, o.kwargs)) for o in ops)
+    silent = not ops[at].result.requires_grad
+    uses = sum(_has(source.first, (o.args, o.kwargs)) for o in ops)
     if exact and source.requires_grad and uses > 2:
-        return at
+        return _Before(at, [], [])
+    needed = {source.first}
+    pulled: list[Op] = []
+    passed: list[Op] = []
     position = at
     while position > 0:
         before = ops[position - 1]
-        if _has(name, before.result) or _stays(before) or before.gradients != gradients:
+        makes = {value.first for value in values_of(before.result)}
+        needs = not needed.isdisjoint(makes)
+        if _stays(before, silent) or before.gradients != gradients or (needs and any(v.requires_grad for v in makes)):
             break
+        if needs:
+            pulled.append(before)
+            needed.update(value.first for value in values_of((before.args, before.kwargs)))
+        else:
+            passed.append(before)
         position -= 1
-    return position
+    return _Before(position, pulled[::-1], passed[::-1])
 
 
 def _latest(ops: Sequence[Op], at: int) -> int:
     """The first position after that of a move where its result must be there."""
     name, gradients = ops[at].result.first, ops[at].gradients
+    silent = not ops[at].result.requires_grad
     for position in range(at + 1, len(ops)):
         op = ops[position]
-        if _has(name, (op.args, op.kwargs)) or _stays(op) or op.gradients != gradients:
+        if _has(name, (op.args, op.kwargs)) or _stays(op, silent) or op.gradients != gradients:
             return position
     return len(ops)
 
@@ -191,10 +229,22 @@ def _has(first: Value, nested: Any) -> bool:
     return any(value.first is first for value in values_of(nested))
 
 
-def _stays(op: Op) -> bool:
-    """Whether a step may send something, now or on the way back, or does more than to return its result."""
+def _stays(op: Op, silent: bool) -> bool:
+    """Whether a half of a move may not pass a step: that may send something, or does more than to return its result.
+
+    Args:
+        op: the step.
+        silent: whether the move has no way back, so that only what is sent on the way there counts.
+    """
+    steps = op.plan
+    if steps is not None:
+        return op.keeps or _sends(steps) or (not silent and _sends(plan(steps.target.dual, steps.source.dual.types)))
     module = getattr(op.function, "__module__", None) or ""
-    return op.keeps or op.function is move or module.startswith("vescale_")
+    return op.keeps or module.startswith("vescale_")
+
+
+def _sends(steps: Plan) -> bool:
+    return any(hasattr(step, "group") for step in steps.steps)
 
 
 def _takes_time(op: Op) -> bool:

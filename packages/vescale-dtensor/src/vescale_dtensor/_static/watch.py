@@ -39,7 +39,7 @@ class Effects:
         for tag in getattr(operator, "tags", ()):
             effect = _TAGS.get(tag)
             if effect == "draws":
-                self.draws = True
+                self.draws |= not _drops_nothing(operator, args, kwargs)
             elif effect == "reads":
                 self.reads = operator.__name__
         schema = getattr(operator, "_schema", None)
@@ -49,6 +49,15 @@ class Effects:
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[number] if number < len(args) else kwargs.get(argument.name)
                 self.written.update(map(memory_of, tensors_of(value)))
+
+
+def _drops_nothing(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operator, such as attention, could draw a mask but is asked to keep everything."""
+    for number, argument in enumerate(operator._schema.arguments):
+        if argument.name == "dropout_p":
+            asked = args[number] if number < len(args) else kwargs.get(argument.name, argument.default_value)
+            return bool(asked == 0)
+    return False
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
