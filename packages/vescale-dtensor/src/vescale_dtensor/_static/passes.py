@@ -8,9 +8,11 @@ be exact, no pass adds numbers in another order than the dynamic path does.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from torch import Tensor
 
 from .._comm.buffers import Pool
 from .._comm.gradients import Bucket, Door, divided, parts, pool_for, within_rank
@@ -18,6 +20,7 @@ from .._comm.move import move
 from .._comm.plan import Plan, plan
 from .._comm.steps import AllReduce, Exchange, ReduceScatter
 from .aliases import FREE
+from .lookups import cast_tables
 from .overlap import overlap
 from .recorder import Op
 from .values import Value, values_of
@@ -43,20 +46,30 @@ class Settings:
 class _Record:
     ops: list[Op]
     given: list[Value]
+    results: list[Value]
+    constants: Mapping[Value, Tensor]
     settings: Settings
     notes: list[str] = field(default_factory=list)
     """What was done, one line per pass that did something."""
 
 
-def improve(ops: Sequence[Op], given: Sequence[Value], settings: Settings) -> tuple[list[Op], list[str]]:
+def improve(
+    ops: Sequence[Op],
+    given: Sequence[Value],
+    results: Sequence[Value],
+    constants: Mapping[Value, Tensor],
+    settings: Settings,
+) -> tuple[list[Op], list[str]]:
     """Return the steps after all passes, and what each pass did.
 
     Args:
         ops: the steps that are needed.
         given: parameters, buffers and inputs: what the program is called with.
+        results: what it returns.
+        constants: what is the same in every call, by the value of its first object; no step makes it.
         settings: which passes.
     """
-    record = _Record(list(ops), list(given), settings)
+    record = _Record(list(ops), list(given), list(results), constants, settings)
     for name, run in PASSES.items():
         if name in settings.passes:
             run(record)
@@ -122,7 +135,9 @@ class _Cast:
 def _bucket(record: _Record) -> None:
     """Cast parameters in buckets, in the order of their use, those that are used last in full ones."""
     given = {value for value in record.given if value.leaf}
-    alone = _moved_alone(record.ops) if record.settings.exact else set()
+    exact = record.settings.exact
+    record.ops = cast_tables(record.ops, given, record.results, record.constants, exact=exact)
+    alone = _moved_alone(record.ops) if exact else set()
     record.ops = [part for op in record.ops for part in ([op] if id(op) in alone else _split(op, given))]
     casts = [
         _Cast(op, position, steps)

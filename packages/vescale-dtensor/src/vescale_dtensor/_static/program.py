@@ -177,7 +177,8 @@ def write(
     for op in needed:
         if id(op) in same_always:
             writer.made[op.result.first] = op.result.constant
-    ops, notes = improve([op for op in needed if id(op) not in same_always], given, settings)
+    ops = [op for op in needed if id(op) not in same_always]
+    ops, notes = improve(ops, given, out, writer.made, settings)
     for op in ops:
         if op.gradients != gradients:
             gradients = op.gradients
@@ -216,7 +217,7 @@ def _needed(ops: Sequence[Op], results: Sequence[Value]) -> list[Op]:
 
 
 def _write_op(writer: _Writer, op: Op) -> None:
-    if _is_free(op):
+    if op.is_free:
         writer.names.setdefault(op.result.first, writer.tensor(op.args[0]))
         writer.used = []
         return
@@ -256,12 +257,6 @@ def _call(writer: _Writer, op: Op) -> str:
     parts = [writer.value(a) for a in op.args]
     parts += [f"{key}={writer.value(v)}" for key, v in op.kwargs.items()]
     return f"{writer.function(op.function)}({', '.join(parts)})"
-
-
-def _is_free(op: Op) -> bool:
-    """Whether a step is a move that leaves the value as it is, and no gradient has to be summed."""
-    steps = op.plan
-    return steps is not None and steps.kind in ("alias", "cast", "relabel") and not op.result.has_graph
 
 
 def _with_deletes(lines: Sequence[tuple[str, list[str], list[str]]], returned: Sequence[str]) -> list[str]:

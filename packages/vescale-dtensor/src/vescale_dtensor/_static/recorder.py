@@ -106,6 +106,12 @@ class Op:
         """The plan of a move; None: this is none."""
         return plan(self.kwargs["spec"], self.args[1]) if self.function is move else None
 
+    @property
+    def is_free(self) -> bool:
+        """Whether it is a move that leaves the value as it is, and no gradient has to be summed."""
+        steps = self.plan
+        return steps is not None and steps.kind in ("alias", "cast", "relabel") and not self.result.has_graph
+
 
 class Recorder(TorchFunctionMode):
     """Notes what a call does.
