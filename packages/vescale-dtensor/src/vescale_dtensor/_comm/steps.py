@@ -160,6 +160,7 @@ class AllReduce:
         self.mesh, self.axes = mesh, axes
         self.group, self.num = mesh.group(axes), mesh.size_of(axes)
         self._on_gloo: bool | None = None
+        """Whether tensors of a CPU travel by gloo; None: nobody has asked yet."""
 
     def start(self, local: Tensor) -> Started:
         if local.dtype in _ADDED_AS:
@@ -174,8 +175,9 @@ class AllReduce:
             out: the tensor.
             pool: where further memory comes from; None: anew.
         """
-        note("all_reduce", _bytes(out), self.mesh, self.axes)
-        if self._gathers(_bytes(out), out.device):
+        num_bytes = _bytes(out)
+        note("all_reduce", num_bytes, self.mesh, self.axes)
+        if self._on_gloo is not False and self._gathers(num_bytes, out.device):
             return RankedSum(out, self.group, self.num, pool)
         # The group's own method: the wrappers of torch.distributed.all_reduce cost more than the rest of a small cast.
         work: dist.Work | None = self.group.allreduce([torch.view_as_real(out) if out.is_complex() else out], _SUM)
