@@ -190,9 +190,8 @@ class AllReduce:
             out: the tensor.
             pool: where further memory comes from; None: anew.
         """
-        if not out.numel() or not (out.is_floating_point() or out.is_complex()):
-            return self.start_in_place(out, pool)  # the order of whole numbers leaves no trace
-        if self.is_ranked(_bytes(out), out.device):
+        inexact = out.is_floating_point() or out.is_complex()  # the order of whole numbers leaves no trace
+        if not inexact or not out.numel() or self.is_ranked(_bytes(out), out.device):
             return self.start_in_place(out, pool)
         note("all_reduce", _bytes(out), self.mesh, self.axes)
         return RankedSum(out, self.group, self.num, pool)
